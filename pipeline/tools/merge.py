@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.pipeline.config import ConfigError
+from penstock.protocols.versions import Dtype
 from penstock.services.modeling.adapter_files import CONFIG, AdapterShape, read_shape
 from penstock.services.runtime.install import install
 
@@ -35,11 +36,12 @@ def adapter_of(checkpoint: Path) -> AdapterShape | None:
 def merge(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of a run with trainer.lora.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="The folder to make.", show_default=False)],
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights that are written, e.g. bfloat16.")] = "float32",
 ) -> None:
-    """Write the model with CHECKPOINT's adapter merged into it, in transformers' layout, to OUT. In float32. What
-    lay in 4 bits as it was trained (trainer.lora.quantize) is as it then was.
+    """Write the model with CHECKPOINT's adapter merged into it, in transformers' layout, to OUT. What lay in 4 bits
+    as it was trained (trainer.lora.quantize) is as it then was.
 
-    For instance: penstock merge runs/first-try/checkpoints/step-000150 merged
+    For instance: penstock merge runs/first-try/checkpoints/step-000150 merged --dtype bfloat16
     """
     if not checkpoint.is_dir():
         raise ConfigError(f"CHECKPOINT: no such folder: {checkpoint}")
@@ -52,6 +54,7 @@ def merge(
     from peft import PeftModel
     from transformers import AutoTokenizer, GenerationConfig
 
+    from penstock.services.modeling.dtypes import DTYPES
     from penstock.services.modeling.generation_config import write_generation_config
     from penstock.services.modeling.load import folder_of, load_model
     from penstock.services.modeling.processor_files import read_processor, write_processor
@@ -61,7 +64,7 @@ def merge(
         round_as_trained(base, checkpoint, about)
     merged: Any = PeftModel.from_pretrained(base, str(checkpoint)).merge_and_unload()
     told, merged.generation_config = merged.generation_config, GenerationConfig()
-    merged.save_pretrained(out)
+    merged.to(DTYPES[dtype]).save_pretrained(out)
     write_generation_config(told, out)
     write_processor(read_processor(folder_of(about.base, "CHECKPOINT")), out)
     AutoTokenizer.from_pretrained(str(checkpoint)).save_pretrained(out)

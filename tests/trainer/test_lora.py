@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from penstock.pipeline.config import load
@@ -154,6 +155,9 @@ def test_what_the_base_says_of_sampling_is_in_the_merged_model_as_it_was(start: 
     path = saver.begin().result()
     saver.close()
     merge(path, tmp_path / "merged")
+    merge(path, tmp_path / "small", "bfloat16")
+    whole, small = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "small"))
+    assert all(torch.equal(small[name], weight.bfloat16()) for name, weight in whole.items())
     assert told.items() <= json.loads((tmp_path / "merged" / "generation_config.json").read_text()).items()
 
 
