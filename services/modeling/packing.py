@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -169,18 +170,9 @@ def by_trajectory(
     return found
 
 
-def plan_rows(
-    trajectories: Sequence[Trajectory],
-    groups: Sequence[int] | np.ndarray,
-    token_budget: int,
-    device: torch.device,
-    share_prompts: bool = True,
-    packed: bool = False,
-    routed: bool = False,
-) -> Iterator[Rows]:
-    """`plan_passes`, laid out."""
-    passes = plan_passes(trajectories, groups, token_budget, device, share_prompts, packed, routed)
-    return (each.rows() for each in passes)
+def plan_rows(*given: Any, **more: Any) -> Iterator[Rows]:
+    """What `plan_passes` makes of the same, laid out."""
+    return (each.rows() for each in plan_passes(*given, **more))
 
 
 def plan_passes(
