@@ -33,11 +33,6 @@ def evaluate(console: Console, checkpoint: str, file: Path, overrides: list[str]
     path = str(find_folder(checkpoint) or checkpoint)
     about = adapter_of(Path(path))
     model: dict[str, Any] = {"type": "pretrained", "path": about.base if about else path, "dtype": config.model.dtype}
-    if about and about.quantize and about.dtype != config.model.dtype:
-        raise ConfigError(
-            f"model.dtype={config.model.dtype}: the matrices that {checkpoint} was trained beside were in 4 bits, made "
-            f"of {about.dtype}; set it to that"
-        )
     model["head_dtype"] = config.model.head_dtype
     if isinstance(config.model, PretrainedModel):  # its prompts are told as they were when it was trained
         model |= config.model.model_dump(include={"chat_template", "chat_template_kwargs"})

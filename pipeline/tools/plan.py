@@ -107,10 +107,12 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
     if not every:
         console.print(nothing_fits(config, count, device), style="red", highlight=False)
         return
-    for number, title in enumerate(TRAINED):
-        some = [layout for layout in every if trained(layout.trainer) == number]
-        if some:
-            _print_table(console, title, heapq.nsmallest(SHOWN, some, key=seconds_of(config)), count, device)
+    by_kind: dict[int, list[Layout]] = {}
+    for layout in every:
+        by_kind.setdefault(trained(layout.trainer), []).append(layout)
+    shown = {kind: heapq.nsmallest(SHOWN, by_kind[kind], key=seconds_of(config)) for kind in sorted(by_kind)}
+    for kind, rows in shown.items():
+        _print_table(console, TRAINED[kind], rows, count, device)
     console.print(
         f"a step of {groups:,} responses of {load.length - load.prompt:,.0f} tokens to prompts of {load.prompt:,.0f}; "
         f"roofline estimates at {FLOPS_SHARE:.0%} of the peak FLOPs, {BANDWIDTH_SHARE:.0%} of the memory's bandwidth "
@@ -125,14 +127,11 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
         highlight=False,
     )
     best, why = best_of(config, every)
-    for number, title in enumerate(TRAINED):
-        some = [layout for layout in every if trained(layout.trainer) == number != trained(best.trainer)]
-        if some:
-            other = min(some, key=seconds_of(config))
+    for kind, (other, *_) in shown.items():
+        if kind != trained(best.trainer):
             taken = shlex.join(overrides(config, other, count > MACHINE))
-            console.print(
-                f"or, {title}, {_host(config, other)}: {taken}", highlight=False, markup=False, soft_wrap=True
-            )
+            said = f"or, {TRAINED[kind]}, {_host(config, other)}: {taken}"
+            console.print(said, highlight=False, markup=False, soft_wrap=True)
     for reason in why:
         console.print(f"why: {reason}", highlight=False, markup=False)
     console.print(f"the first takes {_host(config, best)}", highlight=False, markup=False)

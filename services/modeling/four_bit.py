@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,11 +15,7 @@ BLOCK, SCALES = 64, 256
 """Numbers that share a scale, and scales that share one of theirs."""
 
 
-@cache
-def _functional() -> Any:
-    """bitsandbytes' functions, without its advice to install kernels for CPUs that nobody needs here."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    return import_module("bitsandbytes.functional")
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as peft imports it, it advises kernels that nobody needs
 
 
 class FourBitLinear(nn.Module):
@@ -54,7 +48,8 @@ class FourBitLinear(nn.Module):
     @torch.no_grad()
     def take(self, matrix: torch.Tensor) -> None:
         """``matrix`` ``[outputs, inputs]``, of any device, is its own from now on."""
-        quantize_4bit = _functional().quantize_4bit
+        from bitsandbytes.functional import quantize_4bit
+
         mine = matrix.detach().to(self.codes.device, self.dtype).flatten()
         # A block a row: bitsandbytes' kernel for CPUs takes wrong scales where rows end within blocks.
         rows = functional.pad(mine, (0, -len(mine) % BLOCK)).view(-1, BLOCK)
@@ -68,13 +63,14 @@ class FourBitLinear(nn.Module):
     @torch.no_grad()
     def matrix(self) -> torch.Tensor:
         """``[outputs, inputs]``."""
-        library = _functional()
-        scales = library.QuantState(self.scales_scales, code=self.scales_codes, blocksize=SCALES, dtype=torch.float32)
-        state = library.QuantState(
+        from bitsandbytes.functional import QuantState, dequantize_4bit
+
+        scales = QuantState(self.scales_scales, code=self.scales_codes, blocksize=SCALES, dtype=torch.float32)
+        state = QuantState(
             self.scales, torch.Size((len(self.scales), BLOCK)), blocksize=BLOCK, quant_type="nf4", dtype=self.dtype,
             offset=self.offset, state2=scales,
         )  # fmt: skip
-        found: torch.Tensor = library.dequantize_4bit(self.codes, state)
+        found: torch.Tensor = dequantize_4bit(self.codes, state)
         return found.flatten()[: self.shape.numel()].view(self.shape)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

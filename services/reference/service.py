@@ -56,11 +56,10 @@ class Reference:
         self._model = self._load(self._path, self._device, key)
 
     def _load(self, path: str, device: torch.device, key: str) -> Any:
-        if self._quantized:  # on the host first: the device may have no room for it whole
-            model = load_model(path, self._dtype, torch.device("cpu"), key).eval()
+        # What will lie in 4 bits comes to the host first: the device may have no room for it whole.
+        model = load_model(path, self._dtype, torch.device("cpu") if self._quantized else device, key).eval()
+        if self._quantized:
             move_in_four_bits(model, adapted_layers(self._quantized, path), device)
-        else:
-            model = load_model(path, self._dtype, device, key).eval()
         compute_head_in(model, self._head_dtype)
         give_sight(model, self._path, self._dtype, self._device, self._key)
         return model

@@ -8,7 +8,10 @@ bytes a parameter in 16 bits). Where all go by the host (`run.placement`: coloca
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 
@@ -22,7 +25,7 @@ Put = Callable[[Piece, torch.Tensor, int], None]
 """Writes a piece, cast, to a target from a byte of it on."""
 
 
-class _Stage:
+class _Stage(ABC):
     """``pieces`` and ``runs`` are this rank's, of each bucket; with one run for each whole bucket where it is alone."""
 
     def __init__(
@@ -38,8 +41,9 @@ class _Stage:
             self.bytes = torch.zeros(self._room(), dtype=torch.uint8, device=device)
             """uint8; what lies there."""
 
+    @abstractmethod
     def _room(self) -> int:
-        raise NotImplementedError
+        """Bytes that lie there at once."""
 
     def _put(self, put: Put, index: int, bucket: torch.Tensor) -> None:
         for piece in self._pieces[index]:
@@ -71,8 +75,11 @@ class DeviceStage(_Stage):
     """All of this rank's bytes, bucket after bucket."""
 
     def _room(self) -> int:
-        self._starts = [sum(self._sizes[:index]) for index in range(len(self._sizes) + 1)]
-        return self._starts[-1]
+        return sum(self._sizes)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [0, *accumulate(self._sizes)]
 
     def read(self, put: Put, trained: Event, target: torch.Tensor | None = None) -> Event:
         """Has ``put`` write every piece behind ``trained``. Returns once the model was read: it may change; with the
@@ -112,19 +119,19 @@ class BucketStage(_Stage):
     """One bucket at a time, on its way to the host."""
 
     def _room(self) -> int:
-        self._parts = [0] * len(self._sizes)
         return max(self._sizes, default=0)
 
     def read(self, put: Put, trained: Event, target: torch.Tensor) -> Event:
         """Has ``put`` write every piece behind ``trained``, and copies it to its place in ``target`` (uint8 ``[bytes]``
         on the host). Returns once all is there: the model may change."""
+        self._parts: list[int] = []
         self.queue.after(trained)
         with self.queue.running():
             for index, size in enumerate(self._sizes):
                 bucket = self.bytes[:size].zero_()  # between the pieces lies nothing
                 self._put(put, index, bucket)
                 self._copy(index, bucket, target)
-                self._parts[index] = self._digest(index, bucket)
+                self._parts.append(self._digest(index, bucket))
         read = self.queue.mark()
         read.synchronize()
         return read
