@@ -259,7 +259,7 @@ def shapes(shape: Shape, plain: TrainerConfig) -> Iterator[TrainerConfig]:
         [size for size in powers if size == 1 or shape.packs],
         [size for size in powers if size == 1 or (shape.cuts(size) and not plain.lora)],
         [size for size in (*powers, 16, 32, 64) if size == 1 or (shape.experts and not shape.experts % size)],
-        [size for size in powers if size == 1 or (shape.packs and size <= min(shape.layers, machines))],
+        [size for size in powers if size == 1 or (shape.staged and size <= min(shape.layers, machines))],
     )
     for replicas, sequence, tensor, expert, stages in degrees:
         shards, left = divmod(plain.ranks, replicas * tensor * stages)

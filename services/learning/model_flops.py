@@ -29,7 +29,7 @@ class ModelFlops:
         calls it. Not counted of families whose layers may have other matrices, or a window."""
         text = config.get_text_config()
         shape = described_by(text.model_type, text.to_dict())
-        return cls(shape if shape and shape.packs else None, frozen, _peak(world))
+        return cls(shape if shape and shape.counted else None, frozen, _peak(world))
 
     def begin(self) -> None:
         """A step."""

@@ -24,7 +24,7 @@ from penstock.services.learning.phase_memory import PhaseMemory
 from penstock.services.modeling.checkpointing import keep_products
 from penstock.services.modeling.dropout import without_dropout
 from penstock.services.modeling.four_bit import FourBitLinear
-from penstock.services.modeling.logprobs import shares_prompts
+from penstock.services.modeling.logprobs import layout_of
 from penstock.services.modeling.lora import Adapted
 from penstock.services.modeling.packing import Pass, Rows, by_trajectory, plan_passes
 from penstock.services.modeling.parallel.fsdp import clip_gradients, forget_backward, reshard
@@ -98,9 +98,9 @@ class ModelLearner:
 
     def passes(self, trajectories: Sequence[Trajectory], groups: np.ndarray, budget: int) -> Iterator[Pass]:
         """Forward passes of at most ``budget`` tokens, the same on every rank."""
-        packed = self.world.shape.sequence > 1
-        share, routed = shares_prompts(self.model), mixture_of(self.model) is not None
-        return plan_passes(trajectories, groups, budget, self.device, share, packed, routed)
+        layout = "packed" if self.world.shape.sequence > 1 else layout_of(self.model, trajectories)
+        routed = mixture_of(self.model) is not None
+        return plan_passes(trajectories, groups, budget, self.device, layout, routed)
 
     def plan(self, trajectories: Sequence[Trajectory], groups: np.ndarray) -> list[tuple[Pass, float]]:
         """This rank's micro-batches, each with how often it counts: where its share is one short, another's counts 0

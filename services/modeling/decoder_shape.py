@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.protocols.versions import DTYPE_BYTES, Dtype
-from penstock.services.modeling.families import MIXTURES, PLAIN, TIED, keeps_state
+from penstock.services.modeling.families import MIXTURES, PACKED, PLAIN, STAGED, TIED, keeps_state
 from penstock.services.modeling.lengths import stretched
 from penstock.services.modeling.parallel.stage_layers import stage_layers
 
@@ -33,7 +33,11 @@ class Shape:
     chosen: int = 0
     """Experts that a token goes to."""
     packs: bool = True
-    """It is of a family whose rows and layers ranks may share (`families.PLAIN`), and of which FLOPs are counted."""
+    """Ranks may share its rows, between tokens."""
+    staged: bool = True
+    """Ranks may share its layers (`families.STAGED`)."""
+    counted: bool = True
+    """Its FLOPs are."""
     norms_heads: bool = False
     """Queries and keys are normalised, head by head."""
     begins: bool = True
@@ -168,18 +172,20 @@ def _ends(path: str, targets: Sequence[str]) -> bool:
 def described_by(name: str, data: Mapping[str, Any]) -> Shape | None:
     """The sizes in a config.json, of a model that sees those of its decoder; None where it describes no plain decoder:
     layers that keep a state, a mixture that is not counted."""
-    if "hidden_size" not in data and isinstance(text := data.get("text_config"), Mapping):
+    alone = "hidden_size" in data
+    if not alone and isinstance(text := data.get("text_config"), Mapping):
         data = {**text} | {key: data[key] for key in ("tie_word_embeddings",) if key in data}
     if keeps_state(data.get("layer_types") or ()):
         return None
+    family = data.get("model_type")
     experts = any("experts" in key for key in data)
     plain = data.get("mlp_only_layers") or data.get("decoder_sparse_step", 1) != 1
-    if experts and (data.get("model_type") not in MIXTURES or plain):
+    if experts and (family not in MIXTURES or plain):
         return None
     rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
     original = {"original_max_position_embeddings": data.get("original_max_position_embeddings")}  # as Phi-3 has it
     positions = stretched(data.get("max_position_embeddings"), original | rope)
-    tied = data.get("tie_word_embeddings", data.get("model_type") in TIED)
+    tied = data.get("tie_word_embeddings", family in TIED)
     try:
         heads = data["num_attention_heads"]
         inner = data["moe_intermediate_size" if experts else "intermediate_size"]
@@ -188,8 +194,8 @@ def described_by(name: str, data: Mapping[str, Any]) -> Shape | None:
             data.get("num_key_value_heads") or heads, data.get("head_dim") or data["hidden_size"] // heads,
             data["vocab_size"], bool(tied), positions or 1 << 20,
             data.get("num_experts") or data.get("num_local_experts") or 0, data.get("num_experts_per_tok") or 0,
-            data.get("model_type") in PLAIN and not data.get("use_sliding_window"),
-            data.get("model_type") in ("qwen3", "qwen3_moe"),
+            alone and family in PACKED, alone and family in STAGED,
+            family in PLAIN and not data.get("use_sliding_window"), family in ("qwen3", "qwen3_moe"),
         )  # fmt: skip
     except KeyError:
         return None

@@ -6,10 +6,17 @@ from collections.abc import Iterable
 from typing import Any
 
 PLAIN = {"llama", "qwen2", "qwen3", "qwen3_moe"}
-"""Families that take positions, and a mask or `attention.Segments` of ours, where no layer has a window; and whose
-logits are the output embedding of the hidden state, nothing more."""
-SHARED = PLAIN | {"qwen2_5_vl", "qwen3_vl"}
-"""`PLAIN`, and those whose decoders are so behind what sees: trajectories may share their prompt's row."""
+"""Families whose FLOPs are counted, and whose logits are the output embedding of the hidden state, nothing more."""
+PACKED = PLAIN | {
+    "mistral", "ministral3", "gemma2", "gemma3_text", "gpt_oss", "gemma4_text", "qwen3_next", "qwen3_5_text",
+    "qwen3_5_moe_text", "glm4", "glm4_moe", "deepseek_v3", "minimax_m2", "olmoe", "phi3", "smollm3", "granite", "olmo2",
+    "olmo3", "seed_oss", "exaone4", "cohere2", "ernie4_5", "hunyuan_v1_dense", "starcoder2", "lfm2", "granitemoehybrid",
+    "falcon_h1", "nemotron_h", "opt", "gpt_neox", "gpt2", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "gemma3",
+    "gemma4", "mistral3",
+}  # fmt: skip
+"""Families that take positions and `attention.Segments` of ours."""
+BOTH_WAYS = {"gemma3", "gemma4"}
+"""Of these, those in which the parts of a picture attend to each other both ways, which segments cannot say."""
 STAGED = PLAIN | {"mistral", "gemma", "gemma2", "gemma3_text"}
 """Families whose layers are all there is between the embedding and the last norm: they can be cut into stages."""
 TIED = {"cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3", "starcoder2", "vaultgemma"}
@@ -28,6 +35,12 @@ def keeps_state(kinds: Iterable[str]) -> bool:
     """Some of a model's layers, by their ``kinds`` in transformers' config, keep a state instead of keys and values:
     linear attention, Mamba, short convolutions."""
     return any(kind.startswith(("linear", "mamba", "conv", "recurrent", "hybrid")) for kind in kinds)
+
+
+def soft_cap(text_config: Any) -> float | None:
+    """Below which the scores of attention are drawn, in a model with transformers' config (Gemma 2)."""
+    found: float | None = getattr(text_config, "attn_logit_softcapping", None)
+    return found
 
 
 def is_recurrent(text_config: Any) -> bool:

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 
 from penstock.services.modeling.dtypes import DTYPES
-from penstock.services.modeling.families import OUR_ATTENTION, SHARED
+from penstock.services.modeling.families import OUR_ATTENTION, PACKED, soft_cap
+from penstock.services.modeling.state_mixers import take_packed_rows
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import cpu_only_reason
 from penstock.services.runtime.user_folders import may_be_on_hub
@@ -34,14 +35,14 @@ def device_of(name: str, key: str = "device") -> torch.device:
 
 def attention_of(config: Any) -> str | dict[str, str] | None:
     """transformers' attention that computes what the model's authors did: ours for the families that it is right for,
-    of those that see for the decoder; ``sdpa``, transformers' own choice (None) wherever the model has it, knows no
-    soft cap (Gemma 2's)."""
-    if config.model_type in SHARED:
+    of those that see for the decoder; of others transformers' own choice (None), but for a soft cap, which its choice
+    does not know."""
+    if config.model_type in PACKED:
         import penstock.services.modeling.attention  # noqa: F401  # it makes itself known to transformers
 
         beside = dict.fromkeys(getattr(config, "sub_configs", {}), "sdpa")
         return beside | {"": OUR_ATTENTION, "text_config": OUR_ATTENTION} if beside else OUR_ATTENTION
-    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
+    return "eager" if soft_cap(config.get_text_config()) else None
 
 
 def sees(config: Any) -> bool:
@@ -83,6 +84,7 @@ def load_model(path: str, dtype: str, device: torch.device, key: str = "model.pa
             for name, parameter in model.named_parameters():
                 if name in found["missing_keys"] and not name.startswith(f"{model.base_model_prefix}."):
                     parameter.zero_()
+    take_packed_rows(model)
     return model.to(device)
 
 
@@ -100,6 +102,7 @@ def empty_model(path: str, head: Head = "language", key: str = "model.path") -> 
             model = with_head(config, head).from_config(config, dtype=MASTER, attn_implementation=attention_of(config))
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(not_loaded(path, "model", error, key)) from error
+    take_packed_rows(model)
     if head == "value":
         return model
     try:

@@ -11,10 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from penstock.protocols.experience import Trajectory
 from penstock.services.modeling.attention import Segments
 from penstock.services.modeling.candidates import Candidates
-from penstock.services.modeling.families import OUR_ATTENTION, PLAIN, SHARED
-from penstock.services.modeling.packing import Rows, Shown
+from penstock.services.modeling.families import BOTH_WAYS, OUR_ATTENTION, PACKED, PLAIN, is_recurrent, soft_cap
+from penstock.services.modeling.packing import Layout, Rows, Shown
 from penstock.services.modeling.parallel.sequence import SequenceParallel
 from penstock.services.modeling.parallel.stages import Stage
 from penstock.services.modeling.pinned import to_device
@@ -137,10 +138,15 @@ def _told(model: Any, shown: Shown) -> dict[str, Any]:
     return sight.inputs(shown.tokens, shown.real, shown.sampled | blind[:, None], shown.pictures, at)
 
 
-def shares_prompts(model: Any) -> bool:
-    """Trajectories may share a prompt's row: the model is of a family of `SHARED`, and no layer of it has a window."""
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    return model.config.model_type in SHARED and "sliding_attention" not in kinds
+def layout_of(model: Any, trajectories: Sequence[Trajectory] = ()) -> Layout:
+    """How rows of ``trajectories`` lie for ``model``."""
+    family, text = model.config.model_type, model.config.get_text_config()
+    if family not in PACKED or (family in BOTH_WAYS and any(each.pictures for each in trajectories)):
+        return "apart"
+    kinds = set(getattr(text, "layer_types", None) or ())
+    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    plain = kinds == {"full_attention"} if kinds else window is None
+    return "either" if plain and not is_recurrent(text) and not soft_cap(text) else "packed"
 
 
 class _Known(BaseModelOutputWithPast):

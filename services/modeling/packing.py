@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from penstock.services.runtime import health
 
 MASKED_ROW_TOKENS = 1024
 """Longest row whose attention has a dense mask, which grows with the square."""
+Layout = Literal["apart", "either", "packed"]
+"""What a model takes: a row for each trajectory, padded; rows in which trajectories share a prompt, packed or with a
+mask; the packed ones alone."""
 
 
 @dataclass(frozen=True)
@@ -180,22 +183,20 @@ def plan_passes(
     groups: Sequence[int] | np.ndarray,
     token_budget: int,
     device: torch.device,
-    share_prompts: bool = True,
-    packed: bool = False,
+    layout: Layout = "either",
     routed: bool = False,
 ) -> Iterator[Pass]:
     """Cuts trajectories into passes of at most ``token_budget`` tokens, padding included (a longer one stands alone).
 
-    ``groups[i]`` is any number that is the same for trajectories of one prompt; these should be neighbours. Models that
-    take neither positions nor a mask of ours want ``share_prompts=False``: a row for each, padded. ``packed``: one row
-    for each pass, however short. ``routed``: with `Rows.routing`, of trajectories whose routing is of one model.
+    ``groups[i]`` is any number that is the same for trajectories of one prompt; these should be neighbours. ``routed``:
+    with `Rows.routing`, of trajectories whose routing is of one model.
     """
     longest = max((len(trajectory.tokens) for trajectory in trajectories), default=0)
-    if share_prompts and (packed or device.type == "cuda" or longest > MASKED_ROW_TOKENS):
+    if layout == "packed" or (layout == "either" and (device.type == "cuda" or longest > MASKED_ROW_TOKENS)):
         for drafts in _plan_packed(trajectories, groups, token_budget, routed):
             yield Pass(trajectories, tuple(drafts), True, device, routed)
         return
-    rows = _rows(trajectories, groups, min(token_budget, MASKED_ROW_TOKENS), share_prompts, routed)
+    rows = _rows(trajectories, groups, min(token_budget, MASKED_ROW_TOKENS), layout == "either", routed)
     rows.sort(key=lambda row: (len(row.members) == 1, -row.length, row.members))
     start = 0
     while start < len(rows):
@@ -375,5 +376,5 @@ def _pack(trajectories: Sequence[Trajectory], rows: list[_Row], device: torch.de
             segment(*((prompt_at, at, range(0)) if alone else (begin, at, range(prompt_at, prompt_at + row.prompt))))
     shared = None
     if starts_k != starts_q:
-        shared = to_device(torch.from_numpy(np.concatenate(keys)), device)
+        shared = np.concatenate(keys)
     return draft.finish(Segments.of(starts_q, starts_k, shared, device), device)

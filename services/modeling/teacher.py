@@ -13,7 +13,7 @@ from penstock.protocols.columns import top_columns
 from penstock.protocols.experience import Group
 from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.load import device_of, load_model, vocabulary_of
-from penstock.services.modeling.logprobs import Places, logprobs, of_logits, shares_prompts
+from penstock.services.modeling.logprobs import Places, layout_of, logprobs, of_logits
 from penstock.services.modeling.packing import Rows, by_trajectory, plan_rows
 from penstock.services.modeling.sight import give_sight
 from penstock.services.modeling.taught import over_top
@@ -51,8 +51,9 @@ class Teacher:
         """Log-probabilities, natural logarithm: float32 ``[tokens of all trajectories]``, 0 where nothing was
         sampled. With `top_k` also `columns.top_columns`, flat."""
         group.check_ids(vocabulary_of(self._model))
-        found, share = list(group.trajectories), shares_prompts(self._model)
-        passes = plan_rows(found, [group.number] * len(found), self._budget, self._device, share)
+        found = list(group.trajectories)
+        layout = layout_of(self._model, found)
+        passes = plan_rows(found, [group.number] * len(found), self._budget, self._device, layout)
         tops: dict[int, np.ndarray] = {}
 
         def compute(part: Rows) -> torch.Tensor:

@@ -19,7 +19,7 @@ from penstock.services.modeling import determinism
 from penstock.services.modeling.four_bit import move_in_four_bits
 from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.load import check_vocabulary, device_of, load_model, vocabulary_of
-from penstock.services.modeling.logprobs import logprobs, shares_prompts
+from penstock.services.modeling.logprobs import layout_of, logprobs
 from penstock.services.modeling.lora import Adapter, adapted_layers
 from penstock.services.modeling.packing import by_trajectory, plan_rows
 from penstock.services.modeling.resting import Resting, release
@@ -92,8 +92,9 @@ class Reference:
 
     def _fill(self, tasks: Sequence[ScoringTask]) -> int:
         """How many of the first ones have, together, the tokens of a forward pass; one may have more."""
-        share = shares_prompts(self._model)
-        sizes = itertools.accumulate(_tokens(task.group, share) for task in tasks)
+        sizes = itertools.accumulate(
+            _tokens(task.group, layout_of(self._model, task.group.trajectories) != "apart") for task in tasks
+        )
         return max(1, sum(size <= self._config.tokens_per_batch for size in sizes))
 
     def gauges(self) -> dict[str, float]:
@@ -143,8 +144,8 @@ class Reference:
         """For each trajectory, float32 ``[tokens]``: 0 where nothing was sampled."""
         trajectories = [trajectory for group in batch for trajectory in group.trajectories]
         groups = [group.number for group in batch for _ in group.trajectories]
-        share = shares_prompts(self._model)
-        passes = plan_rows(trajectories, groups, self._config.tokens_per_batch, self._device, share)
+        layout = layout_of(self._model, trajectories)
+        passes = plan_rows(trajectories, groups, self._config.tokens_per_batch, self._device, layout)
         return by_trajectory(trajectories, passes, lambda rows: logprobs(self._model, rows, self._temperature))
 
 

@@ -20,7 +20,7 @@ from penstock.services.data import open_source
 from penstock.services.data.prompts import PromptStream
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.modeling.load import load_model
-from penstock.services.modeling.logprobs import logprobs, shares_prompts
+from penstock.services.modeling.logprobs import layout_of, logprobs
 from penstock.services.modeling.packing import plan_rows
 from penstock.services.modeling.parallel.world import World
 from penstock.services.reward.functions.exact_match import exact_match
@@ -114,7 +114,7 @@ def synchronous(config: Config, folder: Path) -> list[str]:
                 rewards.append(exact_match(text.decode([completion.tokens.tolist()])[0], prompt.truth, ""))
             columns = [np.zeros(len(t.tokens), np.float32) for t in made]
             budget = config.reference.tokens_per_batch
-            for rows in plan_rows(made, [number] * len(made), budget, cpu, shares_prompts(reference)):
+            for rows in plan_rows(made, [number] * len(made), budget, cpu, layout_of(reference)):
                 with torch.inference_mode():
                     values = logprobs(reference, rows, 1.0).numpy()
                 for k, index in enumerate(rows.index):

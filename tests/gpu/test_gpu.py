@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from penstock.protocols.digests import Gmac
 from penstock.services.learning import checkpoint
 from penstock.services.modeling import attention, head
-from penstock.services.modeling.attention import Segments
+from penstock.services.modeling.attention import Segments, Way
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
 from penstock.services.rollout.engines.torch.sampling import sample
@@ -81,23 +82,27 @@ def test_the_head_makes_fp32_of_16_bits_without_a_copy(cuda: torch.device, dtype
 
 
 def test_flash_attention_over_packed_rows_is_the_loop(cuda: torch.device) -> None:
-    """Sequences of their own, and responses behind a prompt that they share."""
+    """Sequences of their own, and responses behind a prompt that they share; with a window; with sinks."""
     generator = torch.Generator(cuda).manual_seed(0)
     q, k, v = (
         torch.randn(40, heads, 64, dtype=torch.bfloat16, device=cuda, generator=generator).requires_grad_()
         for heads in (8, 2, 2)
     )
-    keys = torch.cat([torch.arange(20), torch.arange(10), torch.arange(20, 30), torch.arange(10), torch.arange(30, 40)])
-    for segments in (
+    sinks = torch.randn(8, dtype=torch.bfloat16, device=cuda, generator=generator).requires_grad_()
+    keys = np.concatenate([np.arange(20), np.arange(10), np.arange(20, 30), np.arange(10), np.arange(30, 40)])
+    rows = (
         Segments.of([0, 25, 40], [0, 25, 40], None, cuda),
-        Segments.of([0, 20, 30, 40], [0, 20, 40, 60], keys.to(cuda), cuda),
-    ):
+        Segments.of([0, 20, 30, 40], [0, 20, 40, 60], keys, cuda),
+    )
+    ways = (Way(), Way(window=7), Way(sinks=sinks), Way(window=7, sinks=sinks))
+    for segments, way in itertools.product(rows, ways):
         own, values = (k, v) if segments.keys is None else (k[segments.keys], v[segments.keys])
         results = []
-        for way, exact in ((attention._flash, False), (attention._loop, True)):  # the loop in fp32
+        for compute, exact in ((attention._flash, False), (attention._loop, True)):  # the loop in fp32
             taken = (q, own, values) if not exact else (q.float(), own.float(), values.float())
-            found = way(*taken, None, segments)
-            gradients = torch.autograd.grad(found.float().square().sum(), (q, k, v), retain_graph=True)
+            found = compute(*taken, way, segments)
+            inputs = (q, k, v) if way.sinks is None else (q, k, v, sinks)
+            gradients = torch.autograd.grad(found.float().square().sum(), inputs, retain_graph=True)
             results.append((found, *gradients))
         for one, other in zip(*results, strict=True):
             assert (one.float() - other.float()).norm() <= 2e-2 * other.float().norm()

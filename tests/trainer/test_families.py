@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from penstock.protocols.experience import Trajectory
 from penstock.services.modeling.dropout import without_dropout
 from penstock.services.modeling.experts import as_in_files
 from penstock.services.modeling.families import is_recurrent
 from penstock.services.modeling.load import load_config, load_model
-from penstock.services.modeling.logprobs import logprobs, shares_prompts
+from penstock.services.modeling.logprobs import layout_of, logprobs
 from penstock.services.modeling.lora import Adapter
-from penstock.services.modeling.packing import plan_rows
+from penstock.services.modeling.packing import Layout, plan_rows
 from penstock.services.modeling.parallel import start
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
@@ -97,13 +98,27 @@ RECURRENT = {
 
 
 def _learns(learned: Any, own: Any) -> None:
-    """Log-probabilities are those of the family's own code, sequence by sequence; leaves gradients."""
+    """Log-probabilities are those of the family's own code, sequence by sequence, however rows lie; and gradients those
+    of separate rows. Leaves them."""
     random = np.random.default_rng(0)
     groups = [make_group(random, number, 3) for number in range(2)]
     found = [t for group in groups for t in group.trajectories]
     numbers = [group.number for group in groups for _ in group.trajectories]
+    apart, packed, *masked = (
+        _gradients(learned, own, found, numbers, layout) for layout in ("apart", "packed", layout_of(learned))
+    )
+    for shared in (packed, *masked):
+        for name, gradient in apart.items():
+            gap = float((shared[name] - gradient).norm())
+            assert gap <= 1e-4 * float(gradient.norm()) + 1e-6, name
+
+
+def _gradients(
+    learned: Any, own: Any, found: list[Trajectory], numbers: list[int], layout: Layout
+) -> dict[str, torch.Tensor]:
     seen = 0
-    for rows in plan_rows(found, numbers, 128, CPU, shares_prompts(learned)):
+    learned.zero_grad()
+    for rows in plan_rows(found, numbers, 128, CPU, layout):
         values = logprobs(learned, rows, 1.0)
         values.sum().backward()
         for k, index in enumerate(rows.index):
@@ -114,3 +129,4 @@ def _learns(learned: Any, own: Any) -> None:
             torch.testing.assert_close(values[k][rows.mask[k]].detach(), wanted, atol=1e-5, rtol=1e-5)
             seen += 1
     assert seen == len(found)
+    return {name: parameter.grad for name, parameter in learned.named_parameters() if parameter.grad is not None}

@@ -72,7 +72,7 @@ def test_an_adapters_base_has_half_the_backward() -> None:
 
 def test_mfu_is_the_share_of_all_ranks_peaks_and_absent_where_that_is_not_known() -> None:
     shape = described_by("tiny", a_model().config.to_dict())
-    assert shape and shape.packs
+    assert shape and shape.counted
     flops = ModelFlops(shape, peak=100.0)
     flops.total = 4e14
     assert flops.metrics(2.0, 4) == {"mfu": pytest.approx(0.5)}

@@ -92,7 +92,7 @@ def test_log_probabilities_are_those_of_the_hidden_states_in_chunks_too(
     stored = {name: (p, p.detach().clone()) for name, p in model.state_dict(keep_vars=True).items()}
     made = [make_group(np.random.default_rng(0), number, 3) for number in range(2)]
     trajectories = [t for group in made for t in group.trajectories]
-    (rows,) = plan_rows(trajectories, [0] * 6, 4096, CPU, False)
+    (rows,) = plan_rows(trajectories, [0] * 6, 4096, CPU, "apart")
     base, inputs = getattr(model, model.base_model_prefix), module.model_inputs(model, rows)
     hidden = base(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[rows.source]
     logs = exact(family, model, hidden.detach()).log_softmax(-1).gather(-1, rows.target[:, None])[:, 0]

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from penstock.services.modeling import logprobs as module
 from penstock.services.modeling import packing
 from penstock.services.modeling.families import OUR_ATTENTION
-from penstock.services.modeling.logprobs import logprobs, shares_prompts
-from penstock.services.modeling.packing import plan_passes, plan_rows
+from penstock.services.modeling.logprobs import logprobs
+from penstock.services.modeling.packing import Layout, plan_passes, plan_rows
 from tests.conftest import TINY, make_group
 from tests.trainer.steps import a_step
 
@@ -68,14 +68,14 @@ def test_gradients_through_packed_rows_are_those_of_separate_ones(
     trajectories = [t for group in made for t in group.trajectories]
     numbers = [group.number for group in made for _ in group.trajectories]
 
-    def gradients(share: bool, masked: int) -> list[torch.Tensor]:
+    def gradients(layout: Layout, masked: int) -> list[torch.Tensor]:
         monkeypatch.setattr(packing, "MASKED_ROW_TOKENS", masked)
         model.zero_grad()
-        for rows in plan_rows(trajectories, numbers, 64, torch.device("cpu"), share):
+        for rows in plan_rows(trajectories, numbers, 64, torch.device("cpu"), layout):
             logprobs(model, rows, 1.0).square().sum().backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    for one, other in zip(gradients(True, 0), gradients(False, 1024), strict=True):
+    for one, other in zip(gradients("either", 0), gradients("apart", 1024), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
@@ -93,14 +93,13 @@ def test_logits_of_every_family_are_made_in_chunks(family: str, monkeypatch: pyt
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    assert not shares_prompts(model)
     made = [make_group(np.random.default_rng(0), number, 3) for number in range(2)]
     trajectories = [t for group in made for t in group.trajectories]
     widest = []
     head = model.get_output_embeddings()
     head.register_forward_hook(lambda _module, _inputs, output: widest.append(output.numel()))
     monkeypatch.setattr(module, "LOGIT_BYTES", 4 * TINY["vocab_size"] * 3)
-    (rows,) = plan_rows(trajectories, [0] * 6, 4096, torch.device("cpu"), False)
+    (rows,) = plan_rows(trajectories, [0] * 6, 4096, torch.device("cpu"), "apart")
     found = logprobs(model, rows, 1.0)
     assert max(widest) <= 3 * TINY["vocab_size"], "three tokens' logits at once"
     found.sum().backward()
@@ -116,7 +115,7 @@ def test_a_rank_lays_out_its_own_passes_alone(monkeypatch: pytest.MonkeyPatch) -
     """And knows of the others how much they compute."""
     step, laid_out, own = a_step(0), [], packing._pack
     monkeypatch.setattr(packing, "_pack", lambda *given: laid_out.append(given) or own(*given))
-    passes = list(plan_passes(step.trajectories, step.groups, 30, torch.device("cpu"), packed=True))
+    passes = list(plan_passes(step.trajectories, step.groups, 30, torch.device("cpu"), "packed"))
     assert len(passes) > 2 and not laid_out
     for each in passes:
         rows = each.rows()

@@ -44,7 +44,8 @@ def trajectories() -> list[Trajectory]:
 
 def found(model: torch.nn.Module, some: Sequence[Trajectory], groups: Sequence[int], packed: bool) -> list[np.ndarray]:
     with torch.no_grad():
-        passes = plan_rows(some, groups, 200, CPU, packed=packed, routed=mixture_of(model) is not None)
+        routed = mixture_of(model) is not None
+        passes = plan_rows(some, groups, 200, CPU, "packed" if packed else "either", routed)
         return by_trajectory(some, passes, lambda r: logprobs(model, r, 1.0))
 
 

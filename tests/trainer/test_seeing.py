@@ -15,8 +15,8 @@ import torch
 from penstock.protocols.experience import PICTURE, Prompt, Sampling, Trajectory
 from penstock.services.data.picture_files import PictureError, open_picture, size_of
 from penstock.services.modeling.load import load_config, load_model
-from penstock.services.modeling.logprobs import logprobs, shares_prompts
-from penstock.services.modeling.packing import by_trajectory, plan_passes, plan_rows
+from penstock.services.modeling.logprobs import layout_of, logprobs
+from penstock.services.modeling.packing import Layout, by_trajectory, plan_passes, plan_rows
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.pictures import PictureReader, placeholder
 from penstock.services.modeling.sight import check_shown, give_sight, resting_sight
@@ -67,15 +67,15 @@ def sampled(folder: Path, prompts: list[Prompt], model: Any, disturb: bool = Fal
     return [join([tokens[c.number], c], "", c.finish, pictures=prompts[c.number].pictures) for c in done]
 
 
-WAYS = {"apart": (False, False), "with a mask": (True, False), "packed": (True, True)}
-"""How rows may lie: whether prompts are shared, and whether all are one row."""
+WAYS: dict[str, Layout] = {"apart": "apart", "with a mask": "either", "packed": "packed"}
+"""How rows may lie."""
 
 
 def scored(model: Any, trajectories: list[Trajectory]) -> list[np.ndarray]:
     """As trainer and reference do, in any way that the family takes."""
-    found = []
-    for way in WAYS if shares_prompts(model) else ["apart"]:
-        rows = plan_rows(trajectories, [0] * len(trajectories), 512, CPU, *WAYS[way])
+    found, taken = [], layout_of(model, trajectories)
+    for layout in dict.fromkeys(["apart", taken, "apart" if taken == "apart" else "packed"]):
+        rows = plan_rows(trajectories, [0] * len(trajectories), 512, CPU, layout)
         with torch.no_grad():
             found.append(by_trajectory(trajectories, rows, lambda each: logprobs(model, each, 1.0)))
     for others in found[1:]:
@@ -160,10 +160,10 @@ def test_a_groups_prompt_and_its_pictures_are_computed_once(tmp_path: Path) -> N
     groups = [index // 3 for index in range(12)]
     sizes = [len(trajectory.tokens) for trajectory in trajectories]
     prompts = [int(np.flatnonzero(trajectory.loss_mask)[0]) for trajectory in trajectories[::3]]
-    (one,) = plan_passes(trajectories, groups, 4096, CPU, True, True)
+    (one,) = plan_passes(trajectories, groups, 4096, CPU, "packed")
     rows = one.rows()
     assert one.real == rows.tokens.shape[1] == sum(sizes) - 2 * sum(prompts)
-    (one,) = plan_passes([*trajectories[:2], other], [0, 0, 0], 4096, CPU, True, True)
+    (one,) = plan_passes([*trajectories[:2], other], [0, 0, 0], 4096, CPU, "packed")
     assert one.real == sum(sizes[:3]) - prompts[0], "another picture of that size is another prompt"
 
 
@@ -176,7 +176,7 @@ def test_a_trainers_gradient_is_that_of_the_familys_own_code(family: str, way: s
     pad = placeholder(plain.config)
     trajectories = [t for t in sampled(tmp_path, PROMPTS[:2], plain) if pad not in t.tokens[t.loss_mask == 1]]
     assert trajectories
-    for rows in plan_rows(trajectories, [0] * len(trajectories), 512, CPU, *WAYS[way]):
+    for rows in plan_rows(trajectories, [0] * len(trajectories), 512, CPU, WAYS[way]):
         logprobs(mine, rows, 1.0).sum().backward()
     reader = PictureReader(str(tmp_path))
     for trajectory in trajectories:

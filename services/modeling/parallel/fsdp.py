@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from penstock.protocols.cut import rows_of
-from penstock.services.modeling.families import PLAIN
-from penstock.services.modeling.logprobs import shares_prompts, statistics
+from penstock.services.modeling.families import is_recurrent
+from penstock.services.modeling.load import sees
+from penstock.services.modeling.logprobs import layout_of, statistics
 from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel.expert import deal_experts
 from penstock.services.modeling.parallel.sequence import SequenceParallel
@@ -53,9 +54,10 @@ def shard(model: Any, world: World, dtype: str, offload: bool = False) -> None:
     cut_layers(model, world)
     experts = deal_experts(model, world)
     if group := world.sequence_group:
-        if model.config.model_type not in PLAIN or not shares_prompts(model):
+        if layout_of(model) == "apart" or sees(model.config) or is_recurrent(model.config.get_text_config()):
             raise SetupError(
-                f"sequence_parallel: it cuts packed rows, which {model.config.model_type} does not take; set it to 1"
+                f"sequence_parallel: it cuts packed rows between their tokens, which {model.config.model_type} does "
+                "not take; set it to 1"
             )
         model.penstock_ulysses = SequenceParallel(dist.get_rank(group), world.shape.sequence, group)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if dtype == "bfloat16" else MixedPrecisionPolicy()

@@ -55,6 +55,10 @@ class SequenceParallel:
         q, k, v = (self.to_heads(tensor.contiguous(), length) for tensor in (query, key, value))
         return q, k, v
 
+    def own_heads(self, every: torch.Tensor) -> torch.Tensor:
+        """Of ``[heads]`` those that this rank attends with."""
+        return every.chunk(self.size)[self.rank]
+
     def to_heads(self, tokens: torch.Tensor, length: int) -> torch.Tensor:
         """``[own tokens, heads, size]`` to ``[length, own heads, size]``. Differentiable."""
         count, heads, width = tokens.shape
