@@ -138,10 +138,13 @@ def _check_vllm(path: str, config: Config, report: Report) -> None:
 
 def _check_routing(path: str, replayed: bool) -> None:
     """Raises `SetupError` where there is nothing to route."""
+    from penstock.services.modeling.experts import experts_of
+    from penstock.services.modeling.families import MIXTURES
     from penstock.services.modeling.load import load_config
 
-    text = load_config(path).get_text_config()
-    if replayed and not getattr(text, "num_experts", 0):
+    model = load_config(path)
+    text = model.get_text_config()
+    if replayed and not (model.model_type in MIXTURES and experts_of(text)):
         raise SetupError(
             f"rollout.sampling.routing_replay: {path} ({text.model_type}) is no mixture of experts that is known; set "
             "it to false"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.protocols.versions import DTYPE_BYTES, Dtype
-from penstock.services.modeling.families import MIXTURES, PACKED, PLAIN, STAGED, TIED, keeps_state
+from penstock.services.modeling.families import COUNTED_MIXTURES, PACKED, PLAIN, STAGED, TIED, keeps_state
 from penstock.services.modeling.lengths import stretched
 from penstock.services.modeling.parallel.stage_layers import stage_layers
 
@@ -180,7 +180,7 @@ def described_by(name: str, data: Mapping[str, Any]) -> Shape | None:
     family = data.get("model_type")
     experts = any("experts" in key for key in data)
     plain = data.get("mlp_only_layers") or data.get("decoder_sparse_step", 1) != 1
-    if experts and (family not in MIXTURES or plain):
+    if experts and (family not in COUNTED_MIXTURES or plain):
         return None
     rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
     original = {"original_max_position_embeddings": data.get("original_max_position_embeddings")}  # as Phi-3 has it

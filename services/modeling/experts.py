@@ -20,7 +20,14 @@ _SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(?:gate|up|down)_proj\.weight")
 def mixture_layers(config: Any) -> list[int]:
     """Which layers of a model of this transformers ``config`` have experts; the others are plain."""
     every, plain = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", None) or ()
-    return [layer for layer in range(config.num_hidden_layers) if layer not in plain and (layer + 1) % every == 0]
+    layers = range(getattr(config, "first_k_dense_replace", 0), config.num_hidden_layers)
+    return [layer for layer in layers if layer not in plain and (layer + 1) % every == 0]
+
+
+def experts_of(config: Any) -> int:
+    """How many experts a layer has in a model of this transformers ``config``; 0: it is no mixture."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((found for name in names if (found := getattr(config, name, None))), 0)
 
 
 def matrices_of(name: str, number: int) -> list[str]:

@@ -23,12 +23,14 @@ TIED = {"cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "smol
 """Families of which a head is the embedding where a config.json does not say ``tie_word_embeddings``."""
 OUR_ATTENTION = "penstock"
 """By which transformers' models are told to use `attention.attend` (``attn_implementation``)."""
-MIXTURES = {"qwen3_moe"}
-"""Mixtures of experts that are counted, dealt out and replayed."""
-IN_MATRICES = MIXTURES | {
-    "qwen2_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "olmoe", "glm4_moe", "deepseek_v3",
+IN_MATRICES = {
+    "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "olmoe", "glm4_moe", "deepseek_v3",
 }  # fmt: skip
 """Families whose files have a matrix for each expert, by the names of `experts`."""
+MIXTURES = IN_MATRICES - {"qwen2_moe"} | {"gpt_oss", "minimax_m2", "granitemoehybrid"}
+"""Mixtures whose experts may be dealt out over ranks, and whose routing is noted and replayed."""
+COUNTED_MIXTURES = {"qwen3_moe"}
+"""Mixtures whose sizes are counted."""
 
 
 def keeps_state(kinds: Iterable[str]) -> bool:

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from penstock.protocols.routing import Mixture, routing_dtype, unknown
-from penstock.services.modeling.experts import EXPERTS
+from penstock.services.modeling.experts import EXPERTS, experts_of
 from penstock.services.modeling.parallel.stages import Stage
 from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime.errors import SetupError
@@ -30,13 +31,16 @@ OPEN = -1
 
 
 def routers(model: nn.Module) -> list[Any]:
-    """The router of each layer of experts, in order: transformers calls it ``gate``, beside its ``experts``."""
-    return [module.gate for module in model.modules() if _is_mixture(module)]
+    """The router of each layer of experts, in order."""
+    return [router for module in model.modules() if (router := _router(module)) is not None]
 
 
-def _is_mixture(module: nn.Module) -> bool:
+def _router(module: nn.Module) -> nn.Module | None:
+    """Beside the ``experts`` of ``module``, where it has some."""
     experts = getattr(module, "experts", None)
-    return hasattr(module, "gate") and all(hasattr(experts, name) for name in EXPERTS)
+    if not all(hasattr(experts, name) for name in EXPERTS):
+        return None
+    return getattr(module, "gate", None) or getattr(module, "router", None)
 
 
 class Recorder:
@@ -77,7 +81,7 @@ class Recorder:
     def _note(self, router: nn.Module, inputs: Any, outputs: Any) -> None:
         found = getattr(self._thread, "found", None)
         if found is not None:
-            found.append(outputs[2])
+            found.append(next(each for each in outputs if not each.is_floating_point()))
 
 
 class Replay:
@@ -85,17 +89,13 @@ class Replay:
     its own part as it begins, also when it is computed again for the gradient."""
 
     def __init__(self, model: Any) -> None:
-        found, places, config = routers(model), _places(model), model.config.get_text_config()
+        places, config = _places(model), model.config.get_text_config()
         if not places:
             raise SetupError(
                 f"rollout.sampling.routing_replay: {model.config.model_type} is no mixture of experts that is known; "
                 "set it to false"
             )
-        # A pipeline's stage may have none of them.
-        of_token, experts = (found[0].top_k, found[0].num_experts) if found else (
-            config.num_experts_per_tok, config.num_experts,
-        )  # fmt: skip
-        self.mixture = Mixture(len(places), of_token, experts)
+        self.mixture = Mixture(len(places), config.num_experts_per_tok, experts_of(config))
         self._other = torch.zeros(2, dtype=torch.float64)
         """Choices that the router would have made otherwise, and all that were given."""
         for number, layer in enumerate(model.get_decoder().layers):
@@ -112,21 +112,42 @@ class Replay:
         self._other.zero_()
         return {"routing_other": other / all_} if all_ else {}
 
-    def _forward(self, router: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits, weights, chosen = type(router).forward(router, hidden)
+    def _forward(self, router: Any, *args: Any, **kwargs: Any) -> Any:
         given = getattr(router, "penstock_given", None)
         if given is None:
-            return logits, weights, chosen
-        known = given >= 0
-        taken = torch.where(known, given, chosen)
+            return type(router).forward(router, *args, **kwargs)
+        with _Choosing(given, self.mixture.experts) as choosing:
+            found = type(router).forward(router, *args, **kwargs)
+        assert choosing.chosen is not None, "a router chooses the likeliest experts"
         with torch.no_grad():
-            other = known & (taken[:, :, None] != chosen[:, None, :]).all(-1)
+            known = given >= 0
+            other = known & (given[:, :, None] != choosing.chosen[:, None, :]).all(-1)
             self._other = self._other.to(other.device)
             self._other += torch.stack([other.sum(), known.sum()])
-        weights = torch.softmax(logits, -1, dtype=torch.float).gather(-1, taken)
-        if router.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return logits, weights.to(logits.dtype), taken
+        return found
+
+
+class _Choosing(TorchFunctionMode):
+    """While a router of so many ``experts`` runs, which is its family's own code, it finds those the likeliest that are
+    ``given``, int64 ``[tokens, experts of a token]``. What else it looks for, such as the likeliest group of experts,
+    it finds as ever."""
+
+    def __init__(self, given: torch.Tensor, experts: int) -> None:
+        super().__init__()
+        self._given, self._experts = given, experts
+        self.chosen: torch.Tensor | None = None
+        """What it would have chosen."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function not in (torch.topk, torch.Tensor.topk):
+            return found
+        scores: torch.Tensor = args[0]
+        if scores.ndim != 2 or scores.shape[1] != self._experts or found[1].shape != self._given.shape:
+            return found
+        self.chosen = found[1]
+        taken = torch.where(self._given >= 0, self._given, self.chosen)
+        return scores.gather(-1, taken), taken
 
 
 def _places(model: Any) -> dict[int, int]:

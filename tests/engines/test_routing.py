@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,15 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
+from penstock.protocols.experience import Sampling
 from penstock.protocols.routing import unknown
+from penstock.services.modeling.load import load_config
 from penstock.services.modeling.routing import Recorder
-from penstock.services.rollout.config import SamplingConfig
+from penstock.services.rollout.config import SamplingConfig, TorchEngineConfig
 from penstock.services.rollout.engines.base import Completion, Request, RequestError
+from penstock.services.rollout.engines.torch.engine import TorchEngine
 from penstock.services.runtime.errors import SetupError
+from tests import families
 from tests.engines.workbench import Workbench, make_models
 
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
@@ -67,6 +72,30 @@ def test_tokens_went_where_transformers_sends_them(mixture: Workbench) -> None:
             check(mixture.models[0], request, completion)
         else:
             assert not completion.routing.size
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "gpt_oss", "deepseek_v3"])
+def test_the_torch_engine_notes_it_of_other_families(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Some of their layers keep a state, and rows of one length alone are run together; some have no experts."""
+    if options["type"] != "torch":
+        pytest.skip("it is the torch engine's")
+    made = families.write(family, tmp_path).eval()
+    config, sampling = load_config(str(tmp_path)), Sampling(n=2, max_new_tokens=6, routing_replay=True)
+    limits = TorchEngineConfig(max_sequences=16, max_length=64)
+    engine = TorchEngine(limits, config, "float32", {1}, str, path=str(tmp_path))
+    engine.swap(engine.prepare({name: weight.detach() for name, weight in made.named_parameters()}), 0)
+    random = np.random.default_rng(0)
+    asked = [Request(n, n, random.integers(2, 64, size).astype(np.int32), sampling) for n, size in enumerate([9, 7, 9])]
+    for request in asked:
+        engine.submit(request)
+    done: list[Completion] = []
+    while engine.pending():
+        done += engine.step()
+    assert len(done) == 6
+    for completion in done:
+        whole = np.concatenate([asked[completion.number].tokens, completion.tokens])
+        np.testing.assert_array_equal(np.sort(completion.routing[:-1], -1), chosen(made, whole)[:-1])
+    engine.close()
 
 
 def size_of(request: Request) -> int:

@@ -69,13 +69,13 @@ def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def check(folder: Path, given: dict[str, Any], kind: str) -> None:
-    model_name, rounds = given.pop("model", "start"), given.pop("bf16", False)
+    named, rounds = given.pop("model", None), given.pop("bf16", False)
     config = TrainerConfig.model_validate(COMMON | given)
     alone = TrainerConfig.model_validate(COMMON | {k: v for k, v in given.items() if k in ("lora", "optimizer")})
     device = local_device(torch.device(kind), "trainer")
     world, single = World.of_torchrun(device, Shape.of(config)), World(device)
-    mixture = world.shape.expert > 1
-    start = str(folder.parent / ("mixture" if mixture else model_name))
+    mixture = world.shape.expert > 1 and named is None
+    start = str(folder.parent / (named or ("mixture" if mixture else "start")))
     if rounds:
         check_head(start, config, alone, world, single)
         return

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,16 +16,20 @@ from penstock.protocols.columns import Column, ColumnTable
 from penstock.protocols.experience import Group, Trajectory, as_bytes
 from penstock.protocols.messages import Batch, TakenGroup
 from penstock.protocols.packed_groups import pack_group
-from penstock.protocols.routing import no_routing, routing_dtype, unknown
+from penstock.protocols.routing import Mixture, no_routing, routing_dtype, unknown
 from penstock.services.learning.batch import open_batch
-from penstock.services.modeling.families import OUR_ATTENTION
+from penstock.services.modeling.experts import mixture_layers
+from penstock.services.modeling.families import MIXTURES, OUR_ATTENTION
+from penstock.services.modeling.load import attention_of, with_head
 from penstock.services.modeling.logprobs import logprobs
 from penstock.services.modeling.packing import by_trajectory, plan_rows
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.routing import Recorder, Replay, mixture_of
+from penstock.services.modeling.state_mixers import take_packed_rows
 from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
+from tests import families
 from tests.conftest import TINY, make_group
 from tests.trainer.rank_program import CPU, a_mixture, a_model
 from tests.trainer.steps import a_step, routed
@@ -90,6 +96,49 @@ def test_given_experts_are_those_of_a_model_that_has_no_others() -> None:
         np.testing.assert_allclose(mine, other, atol=1e-5)
     assert max(np.abs(a - b).max() for a, b in zip(before, wanted, strict=True)) > 1e-3
     assert 0.5 < replay.take_metrics(World(CPU))["routing_other"] <= 1
+
+
+def of_family(family: str, experts: int) -> Any:
+    """A tiny one with random weights, whose routers' weights sum to the same whatever they choose."""
+    config = families.config_of(family)
+    text = config.get_text_config()
+    wanted = {"num_experts": experts, "num_local_experts": experts, "n_routed_experts": experts, "norm_topk_prob": True}
+    for name in wanted.keys() & {name for name in wanted if hasattr(text, name)}:
+        setattr(text, name, wanted[name])
+    torch.manual_seed(0)
+    made = with_head(config, "language").from_config(
+        config, dtype=torch.float32, attn_implementation=attention_of(config)
+    )
+    take_packed_rows(made)
+    return made.eval()
+
+
+@pytest.mark.parametrize("family", sorted(MIXTURES))
+def test_every_family_of_mixtures_is_replayed(family: str) -> None:
+    """As above, whatever its routers do to their scores; and what they choose by themselves is noted."""
+    whole, two, pair, some = of_family(family, 4), of_family(family, 2), [3, 1], trajectories()
+    layers = mixture_layers(whole.config.get_text_config())
+    names = [name for name, _ in whole.named_parameters() if name.endswith(".experts.down_proj")]
+    assert [int(re.findall(r"layers\.(\d+)\.", name)[0]) for name in names] == layers
+
+    def of_experts(name: str) -> bool:
+        return bool(re.search(r"\.experts\.|\.(gate|router)\.(weight|bias)$|e_score_correction_bias", name))
+
+    with torch.no_grad():
+        state = {n: w[pair] if of_experts(n) else w for n, w in whole.state_dict().items()}
+        two.load_state_dict(state)
+    wanted, before = found(two, some, GROUPS, True), found(whole, some, GROUPS, True)
+    chosen = own(whole, some)
+    replay = Replay(whole)
+    assert replay.mixture == Mixture(len(layers), 2, 4)
+    given = [replace(t, routing=np.full((len(t.tokens), len(layers), 2), pair, np.uint8)) for t in some]
+    for mine, other in zip(found(whole, given, GROUPS, True), wanted, strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+    assert max(np.abs(a - b).max() for a, b in zip(before, wanted, strict=True)) > 1e-4
+    assert 0.2 < replay.take_metrics(World(CPU))["routing_other"] <= 1
+    for mine, other in zip(found(whole, chosen, GROUPS, True), before, strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+    assert replay.take_metrics(World(CPU)) == {"routing_other": 0.0}
 
 
 def test_rows_that_share_a_prompt_and_rows_alone_are_sent_alike() -> None:

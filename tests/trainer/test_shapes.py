@@ -21,8 +21,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tensor parallel": {"ranks": 2, "tensor_parallel": 2},
     "two shards, tensor parallel": {"ranks": 4, "tensor_parallel": 2},
     "sequence parallel": {"ranks": 2, "sequence_parallel": 2},
-    "sequence parallel, windows and sinks": {"ranks": 2, "sequence_parallel": 2, "model": "gpt_oss"},
-    "states beside attention": {"ranks": 2, "gradient_checkpointing": True, "model": "qwen3_5_text"},
+    "experts with biases, sequence parallel, windows and sinks": {
+        "ranks": 2, "expert_parallel": 2, "sequence_parallel": 2, "model": "gpt_oss",
+    },
+    "experts, states beside attention": {
+        "ranks": 2, "expert_parallel": 2, "gradient_checkpointing": True, "model": "qwen3_5_moe_text",
+    },
     "sequence parallel, beyond the heads of keys": {"ranks": 4, "sequence_parallel": 4, "gradient_checkpointing": True},
     "two replicas, sequence parallel, an adapter": {
         "ranks": 4, "replicas": 2, "sequence_parallel": 2, "lora": {"rank": 3},
@@ -90,7 +94,7 @@ def test_ranks_in_a_shape_are_one_process(names: Sequence[str], tmp_path: Path) 
     a_model().save_pretrained(tmp_path / "start")
     a_model(tie_word_embeddings=True, num_hidden_layers=4).save_pretrained(tmp_path / "tied")
     a_mixture().save_pretrained(tmp_path / "mixture")
-    for family in ("gpt_oss", "qwen3_5_text"):
+    for family in ("gpt_oss", "qwen3_5_moe_text"):
         families.write(family, tmp_path / family)
     check_shapes({name: SHAPES[name] for name in names}, tmp_path)
 

@@ -43,7 +43,7 @@ def deal_experts(model: Any, world: World) -> list[nn.Module]:
     mesh = world.expert_mesh["expert"]  # made by all ranks at once, also of a pipeline's stage without experts
     world.on_hosts(mesh)
     for experts in found:
-        for name in EXPERTS:
+        for name in _of_each(experts):
             parameter = getattr(experts, name)
             cut = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
@@ -58,6 +58,11 @@ def _experts_of(model: Any) -> Iterator[nn.Module]:
             yield module
 
 
+def _of_each(experts: nn.Module) -> list[str]:
+    """Names of its parameters, whose first numbers are the experts'."""
+    return [name for name, parameter in experts._parameters.items() if parameter is not None]
+
+
 class _Here:
     """A layer's experts as transformers' kernels see them: this rank's alone."""
 
@@ -65,7 +70,7 @@ class _Here:
 
     def __init__(self, experts: nn.Module) -> None:
         self._experts = experts
-        for name in EXPERTS:
+        for name in _of_each(experts):
             whole = getattr(experts, name)
             setattr(self, name, whole.to_local() if isinstance(whole, DTensor) else whole)
         self.num_experts = len(getattr(self, EXPERTS[0]))

@@ -93,12 +93,18 @@ class HostedModel(TransformersModel):
         self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor], shown: Sequence[Shown] = ()
     ) -> torch.Tensor:
         """As `NativeModel.prefill`, of rows of which each is ``shown`` something; nothing: none is."""
+        found = torch.empty((len(tokens), self._vocabulary), device=tokens.device)
+        for rows, width in self.runs(lengths.tolist(), tokens.shape[1]):
+            some = [shown[row] for row in rows] if shown else ()
+            found[rows] = self._prefill(tokens[rows, :width], lengths[rows], [slots[row] for row in rows], some)
+        return found
+
+    def runs(self, lengths: Sequence[int], width: int) -> list[tuple[list[int], int]]:
+        """Which of a prefill's rows of so many ``lengths``, padded to ``width``, are run together, and how wide."""
         # Where the model cannot be told which logits are wanted, those of few rows at a time.
-        rows = len(tokens) if self._told else logit_rows(self._vocabulary, tokens.shape[1])
-        parts = zip(tokens.split(rows), lengths.split(rows), range(0, len(tokens), rows), strict=True)
-        return torch.cat(
-            [self._prefill(part, sizes, slots[at : at + rows], shown[at : at + rows]) for part, sizes, at in parts]
-        )
+        some = max(1, len(lengths)) if self._told else logit_rows(self._vocabulary, width)
+        every = list(range(len(lengths)))
+        return [(every[at : at + some], width) for at in range(0, len(every), some)]
 
     def _prefill(
         self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor], shown: Sequence[Shown]

@@ -16,7 +16,6 @@ from transformers.cache_utils import (
 
 from penstock.services.rollout.engines.torch.cache import SlotCache
 from penstock.services.rollout.engines.torch.hosted import FULL, HostedModel, SlotLayer, UnfitError
-from penstock.services.rollout.engines.torch.transformers_model import Shown
 
 KINDS = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 """Of layers, in transformers' cache: keys and values, a state, both."""
@@ -81,17 +80,16 @@ class HybridModel(HostedModel):
     def _of_states(self) -> list[torch.Tensor]:
         return [tensor for states in self._states if states for tensor in states.tensors]
 
-    def prefill(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor], shown: Sequence[Shown] = ()
-    ) -> torch.Tensor:
-        """As `HostedModel.prefill`."""
-        found = torch.empty((len(tokens), self._vocabulary), device=tokens.device)
-        for length in lengths.unique().tolist():
-            rows = (lengths == length).nonzero()[:, 0]
-            mine = rows.tolist()
-            some = [shown[row] for row in mine] if shown else ()
-            found[rows] = super().prefill(tokens[rows, :length], lengths[rows], [slots[row] for row in mine], some)
-        return found
+    def runs(self, lengths: Sequence[int], width: int) -> list[tuple[list[int], int]]:
+        """As `HostedModel.runs`."""
+        alike: dict[int, list[int]] = {}
+        for row, length in enumerate(lengths):
+            alike.setdefault(length, []).append(row)
+        return [
+            ([rows[row] for row in some], length)
+            for length, rows in alike.items()
+            for some, _ in super(HybridModel, self).runs([length] * len(rows), length)
+        ]
 
     def _new_cache(self) -> DynamicCache:
         return DynamicCache(config=self._text)

@@ -30,12 +30,14 @@ class RoutingTable:
 
     @contextmanager
     def prefilling(self, slots: Sequence[Sequence[int]], lengths: np.ndarray, width: int) -> Iterator[None]:
-        """Around the pass of right-padded rows ``[rows, width]``, each of which fills all of its ``slots``."""
+        """Around the prefill of right-padded rows ``[rows, width]``, each of which fills all of its ``slots``."""
         with self._model.recorder.noting() as found:
             yield
-        noted = self._stacked(found).reshape(len(lengths), width, *self._table.shape[2:])
-        for row, (mine, size) in enumerate(zip(slots, lengths, strict=True)):
-            self._table[mine, :size] = noted[row, :size]
+        layers = self._table.shape[2]
+        for number, (rows, wide) in enumerate(self._model.runs(lengths.tolist(), width)):
+            noted = self._stacked(found[number * layers : (number + 1) * layers])
+            for row, of_row in zip(rows, noted.reshape(len(rows), wide, *self._table.shape[2:]), strict=True):
+                self._table[slots[row], : lengths[row]] = of_row[: lengths[row]]
 
     @contextmanager
     def decoding(self, positions: np.ndarray) -> Iterator[None]:

@@ -17,6 +17,7 @@ import torch
 from penstock.protocols.experience import Sampling
 from penstock.protocols.keys import ClientKeys
 from penstock.services.modeling.dtypes import DTYPES
+from penstock.services.modeling.experts import experts_of
 from penstock.services.modeling.families import is_recurrent
 from penstock.services.modeling.lengths import positions_of
 from penstock.services.modeling.pictures import PictureReader
@@ -105,7 +106,7 @@ class VllmEngine(AsyncEngine):
         self._config, self._stop_ids = config, sorted(stop_ids)
         self._raw = sampling.temperature in (0.0, 1.0) and not sampling.candidates
         self._routed = sampling.routing_replay
-        if beside and getattr(model_config, "num_experts", 0):
+        if beside and experts_of(model_config):
             raise SetupError("rollout.engine.adapter: beside is not for mixtures of experts; use merged")
         self._load = Load()
         self._requests = 0

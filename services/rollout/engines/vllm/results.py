@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.protocols.experience import Finish
 from penstock.protocols.routing import routing_dtype, unrouted
-from penstock.services.modeling.experts import mixture_layers
+from penstock.services.modeling.experts import experts_of, mixture_layers
 from penstock.services.rollout.engines.base import Completion, EngineError
 
 
@@ -22,7 +22,7 @@ def as_recorded(routed: np.ndarray | None, tokens: int, model_config: Any) -> np
             f"rollout.sampling.routing_replay: vLLM says where tokens went as {found}, of {tokens} tokens and {layers} "
             "layers"
         )
-    run = routed[: tokens - 1, mixture_layers(model_config)].astype(routing_dtype(model_config.num_experts))
+    run = routed[: tokens - 1, mixture_layers(model_config)].astype(routing_dtype(experts_of(model_config)))
     return np.concatenate([run, unrouted(1, run)])
 
 
