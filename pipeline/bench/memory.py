@@ -56,7 +56,7 @@ def compare(path: Path, overrides: Sequence[str]) -> Iterator[Peak]:
     config = load(path, list(overrides))
     shape = shape_of(config)
     if shape is None:
-        raise ConfigError(f"{path}: model.path: no config.json of a dense decoder on this machine")
+        raise ConfigError(f"{path}: model.path: no config.json on this machine of a decoder that is known")
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(dump(config))
         file.flush()

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from typing import Any
+
 from penstock.pipeline.config import Config, ConfigError
 from penstock.pipeline.preflight.report import Report
+from penstock.pipeline.resources.model_files import read_config
 from penstock.pipeline.resources.placement import place
 from penstock.pipeline.resources.shares import too_much
+from penstock.services.modeling.families import LINEAR, keeps_state
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import chosen_gpus, cpu_only_reason, nccl_conflict, visible_gpus, vllm_lacks_gpu
+
+KERNELS = [("causal_conv1d", "causal-conv1d"), ("fla", "flash-linear-attention"), ("mamba_ssm", "mamba-ssm")]
+"""Modules with kernels for convolutions, linear attention and Mamba, and the packages that they are in."""
 
 
 def look(config: Config, report: Report) -> None:
@@ -35,11 +43,30 @@ def look(config: Config, report: Report) -> None:
         report.here.append(f"{wanting[0]}: {reason}; or set it to cpu")
     if gpus and wanting and (conflict := nccl_conflict()):
         report.here.append(f"weights.transport: {conflict}")
+    if gpus and config.trainer.device != "cpu" and (slow := _missing_kernels(read_config(config))):
+        report.notes.append(
+            f"model.path: layers that keep a state are computed by torch's reference code here, many times slower than "
+            f"by kernels; to have these, run: pip install {' '.join(slow)}"
+        )
     if gpus:
         try:
             report.here += too_much(config, place(config, gpus), sizes)
         except ConfigError as error:
             report.here.append(str(error))
+
+
+def _missing_kernels(data: dict[str, Any] | None) -> list[str]:
+    """Packages with kernels for layers of the model with a config.json of this ``data``, which transformers would take
+    if they were here."""
+    text = (data or {}).get("text_config") or data or {}
+    kinds = [kind for name in ("layer_types", "layers_block_type") for kind in text.get(name) or ()]
+    if text.get("model_type") in LINEAR:
+        wanted = KERNELS[:2]
+    elif any("mamba" in word for word in (*kinds, *text)):
+        wanted = [KERNELS[0], KERNELS[2]]
+    else:
+        wanted = KERNELS[:1] if keeps_state(kinds) else []
+    return [package for module, package in wanted if find_spec(module) is None]
 
 
 def _elsewhere(config: Config, key: str) -> bool:

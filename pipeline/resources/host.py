@@ -147,7 +147,7 @@ def host_needs(config: Config) -> HostNeeds | None:
         offloaded = copies * (state + 4 * trained / GIB + towers) + frozen + more * weights
     engine, routing = config.rollout.engine, 0.0
     if config.rollout.sampling.routing_replay and isinstance(engine, TorchEngineConfig):
-        routed = shape.layers * shape.chosen * (1 if shape.experts < 256 else 2)
+        routed = shape.mixtures * shape.chosen * (1 if shape.experts < 256 else 2)
         routing = engine.max_sequences * engine.max_length * routed / GIB
     resting = 0.0
     if config.run.colocated:
@@ -168,11 +168,13 @@ def host_needs(config: Config) -> HostNeeds | None:
 def registered_share(shape: Shape, shards: int) -> float:
     """How much memory of the host a model's parts, cut over so many ``shards``, take as torch registers it with CUDA,
     which is in powers of two; as a share of their own sizes."""
-    layer = [inputs * outputs for inputs, outputs in shape.matrices.values()]
+    counts = [(matrix.size, shape.layers * matrix.share) for matrix in shape.matrices.values()]
     if shape.experts:
-        layer += [shape.router, 2 * shape.experts * shape.expert // 3, shape.experts * shape.expert // 3]
-    sizes = [size / shards for size in (*shape.layers * layer, *(1 + (not shape.tied)) * [shape.head])]
-    return sum(2 ** math.ceil(math.log2(size)) for size in sizes) / sum(sizes)
+        experts = shape.experts * shape.expert
+        counts += [(size, shape.mixtures) for size in (shape.router, 2 * experts // 3, experts // 3)]
+    counts.append((shape.head, 1 + (not shape.tied)))
+    registered = sum(count * 2 ** math.ceil(math.log2(size / shards)) for size, count in counts)
+    return registered / sum(count * size / shards for size, count in counts)
 
 
 def _activations(shape: Shape, learner: LearnerConfig) -> float:

@@ -53,7 +53,7 @@ def plan(config: Config) -> Plan:
     _check_learners(config, shape, found)
     if shape is None:
         if config.run.gpu_gib:
-            found.lines.append("nothing counted (run.gpu_gib): no config.json of a dense decoder at model.path")
+            found.lines.append("nothing counted (run.gpu_gib): no config.json at model.path of a decoder that is known")
         return found
     weights = shape.served * shape.served_bytes / GIB
     seeing = f", {shape.towers / 1e9:.2f} B of them in towers" if shape.towers else ""
@@ -152,7 +152,7 @@ def _plan_rollouts(config: Config, shape: Shape, weights: float, found: Plan) ->
     line = f"rollouts: {config.rollout.count} x {gpus} GPUs, {each:.1f} GiB of weights on each"
     if room:
         share = float(options.get("gpu_memory_utilization", VLLM_DEFAULT))
-        tokens = int(kv_tokens(shape, room * share, tensor, stages))
+        tokens = int(kv_tokens(shape, room * share, tensor, stages, length=engine.max_length))
         line += (
             f", room for the KV of {tokens:,} tokens: {tokens // engine.max_length} sequences of {engine.max_length:,}"
         )
@@ -185,7 +185,7 @@ def _fewer(config: Config, shape: Shape, room: float) -> str:
     """What makes the embedded engine fit ``room`` GiB."""
     engine = config.rollout.engine
     assert isinstance(engine, TorchEngineConfig)
-    fits = int(kv_tokens(shape, room, versions=2) / engine.max_length)
+    fits = int(kv_tokens(shape, room, versions=2, length=engine.max_length) / engine.max_length)
     if fits < config.rollout.sampling.n:
         return "set a shorter rollout.engine.max_length, or take rollout.engine.type=vllm, or a smaller model"
     return f"set it to {fits}"
@@ -285,9 +285,10 @@ def reference_gib(config: Config) -> float | None:
     if shape is None:
         return None
     tokens, size = config.reference.tokens_per_batch, shape.served_bytes
-    wide = shape.chosen * (2 * shape.hidden + 3 * shape.intermediate) if shape.experts else 3 * shape.intermediate
+    wide = 3 * (shape.beside if shape.experts else shape.intermediate)
+    wide += shape.chosen * (2 * shape.hidden + 3 * shape.intermediate) if shape.experts else 0
     inner = size * tokens * (8 * shape.hidden + wide) / GIB
-    coded = shape.layers * sum(coded_matrices(shape, config.reference_quantized))
+    coded = shape.layers * sum(matrix.numbers for matrix in coded_matrices(shape, config.reference_quantized))
     weights = ((shape.served - coded) * size + FOUR_BIT_BYTES * coded + shape.sight_bytes) / GIB
     return weights + max(inner, 1.5 * LOGITS_GIB) + OVERHEAD_GIB
 
@@ -310,11 +311,14 @@ def critic_of(config: Config) -> TrainerConfig:
     return TrainerConfig(**{name: getattr(critic, name) for name in LearnerConfig.model_fields})
 
 
-def kv_tokens(shape: Shape, room: float, tensor: int = 1, stages: int = 1, versions: int = 1) -> float:
+def kv_tokens(
+    shape: Shape, room: float, tensor: int = 1, stages: int = 1, versions: int = 1, length: float = 1 << 13
+) -> float:
     """Tokens whose KV an engine has room for beside so many ``versions`` of the weights, in ``room`` GiB of each of its
-    ``tensor`` x ``stages`` GPUs."""
+    ``tensor`` x ``stages`` GPUs; where it keeps a state of each sequence too, of sequences of ``length`` tokens."""
     weights = versions * shape.served * shape.served_bytes / (tensor * stages) / GIB
-    token = shape.kv_bytes / (min(tensor, shape.kv_heads) * stages) / GIB
+    state = shape.state_bytes / length / (tensor * stages)
+    token = (shape.kv_bytes / (min(tensor, shape.kv_heads) * stages) + state) / GIB
     return max(0.0, room - weights - OVERHEAD_GIB) / token
 
 
@@ -323,5 +327,5 @@ def embedded_gib(config: Config, shape: Shape) -> float:
     decode at once, which is made at its start."""
     engine = config.rollout.engine
     assert isinstance(engine, TorchEngineConfig)
-    kv = engine.max_sequences * engine.max_length * shape.kv_bytes
+    kv = engine.max_sequences * (engine.max_length * shape.kv_bytes + shape.state_bytes)
     return (2 * shape.served * shape.served_bytes + shape.sight_bytes + kv) / GIB + OVERHEAD_GIB

@@ -322,10 +322,10 @@ def sequences(
     slot of its longest for each, beside two versions."""
     engine = config.rollout.engine
     if isinstance(engine, TorchEngineConfig):
-        return kv_tokens(shape, device.gib * share, versions=2) / engine.max_length
+        return kv_tokens(shape, device.gib * share, versions=2, length=engine.max_length) / engine.max_length
     options = engine.vllm if isinstance(engine, VllmEngineConfig) else {}
     stages = int(options.get("pipeline_parallel_size", 1))
-    return kv_tokens(shape, device.gib * share, tensor, stages) / length
+    return kv_tokens(shape, device.gib * share, tensor, stages, length=length) / length
 
 
 def _generate_s(

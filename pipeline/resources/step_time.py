@@ -110,7 +110,7 @@ def _update_s(shape: Shape, trainer: TrainerConfig, device: Device) -> float:
     seconds = (MUON_BYTES * (trained - ends) + UPDATE_BYTES * ends) / bytes_s
     if lora:
         return seconds
-    shared = shape.layers * (shape.shared + shape.router) * trainer.replicas / trainer.ranks
+    shared = (shape.layers * shape.shared + shape.mixtures * shape.router) * trainer.replicas / trainer.ranks
     alone = trainer.replicas / trainer.ranks
     seconds += 2 * 2 * shared * (1 - alone) / _between(trainer.ranks // trainer.replicas, device)  # in bf16
     if trainer.offload:
@@ -121,8 +121,13 @@ def _update_s(shape: Shape, trainer: TrainerConfig, device: Device) -> float:
 
 def _iteration_flops(shape: Shape) -> float:
     """Of one step of Newton-Schulz of all matrices: X Xᵀ, its square, and what that does to X."""
-    sizes = [*shape.matrices.values()] + 3 * shape.experts * [(shape.hidden, shape.intermediate)]
-    return shape.layers * sum(4 * min(size) ** 2 * max(size) + 2 * min(size) ** 3 for size in sizes)
+
+    def of(one: int, other: int) -> float:
+        small, large = sorted((one, other))
+        return 4 * small**2 * large + 2 * small**3
+
+    experts = 3 * shape.mixtures * shape.experts * of(shape.hidden, shape.intermediate)
+    return experts + shape.layers * sum(m.share * of(m.inputs, m.outputs) for m in shape.matrices.values())
 
 
 def values_s(shape: Shape, critic: TrainerConfig, load: Load, device: Device) -> float:
@@ -153,7 +158,7 @@ def _flops(shape: Shape, trainer: TrainerConfig, length: float) -> float:
     forward = _forward_flops(shape, length)
     again = float(bool(trainer.gradient_checkpointing))
     if trainer.gradient_checkpointing == "selective":  # of a mixture, the experts are computed again
-        again = SELECTIVE_SHARE + 2 * shape.layers * shape.chosen * shape.expert / forward
+        again = SELECTIVE_SHARE + 2 * shape.mixtures * shape.chosen * shape.expert / forward
     return forward * (1 + again) + backward_flops(forward, trainer.lora is not None)
 
 
@@ -166,7 +171,7 @@ def _gathered(shape: Shape, trainer: TrainerConfig, passes: float, sums: float) 
     """Bytes that a rank sends of the model: in each micro-batch layers in bf16, twice; in each sum gradients in
     fp32."""
     shards = trainer.shards
-    experts = shape.layers * shape.experts * shape.expert
+    experts = shape.mixtures * shape.experts * shape.expert
     own = experts / trainer.expert_parallel
     model = (shape.parameters - experts) / trainer.tensor_parallel
     sent = model * (1 - 1 / shards) + own * (1 - trainer.expert_parallel / shards)
@@ -193,7 +198,7 @@ def _routed(shape: Shape, trainer: TrainerConfig) -> float:
     tokens = trainer.tokens_per_micro_batch / trainer.sequence_parallel
     times = 3 if trainer.gradient_checkpointing else 2
     away = 1 - 1 / trainer.expert_parallel
-    return times * 2 * away * 2 * tokens * shape.chosen * shape.hidden * shape.layers
+    return times * 2 * away * 2 * tokens * shape.chosen * shape.hidden * shape.mixtures
 
 
 def _between(ranks: int, device: Device) -> float:

@@ -6,11 +6,13 @@ import math
 from typing import Literal
 
 from penstock.services.learning.config import GRADIENT_SHARE, OptimizerConfig
-from penstock.services.modeling.decoder_shape import Shape
+from penstock.services.modeling.decoder_shape import Linear, Matrix, Shape
 from penstock.services.trainer.config import LoraConfig, TrainerConfig
 from penstock.services.weights.config import GPU_BUCKET_MB
 
 GIB = float(1 << 30)
+CHUNK = 64
+"""Tokens whose scores linear attention makes at once."""
 OVERHEAD_GIB = 1.5
 """CUDA context, allocator and collectives of a process."""
 EIGHT_BIT_BYTES = 2 * (1 + 4 / 256)
@@ -59,17 +61,18 @@ def _parts(
     puts together of matrices in an update is less than an update finds free: units and activations are gone by then."""
     lora, tensor, shards, wide = trainer.lora, trainer.tensor_parallel, trainer.shards, shape.learned_bytes
     # Of a layer, what one rank gathers: experts are not cut by tensor parallelism, but dealt out.
-    dealt = shape.experts / trainer.expert_parallel
+    dealt, mixtures = shape.experts / trainer.expert_parallel, shape.mixtures
     layer = shape.shared / tensor + shape.router + dealt * shape.expert
-    whole = shape.layers * layer + shape.ends
+    plain = shape.layers * shape.shared / tensor + mixtures * shape.router + shape.ends
+    whole = plain + mixtures * dealt * shape.expert
     own = math.ceil(dealt / (shards / trainer.expert_parallel))  # an expert is not cut
-    even = (shape.layers * (shape.shared / tensor + shape.router) + shape.ends) / shards
-    cut = even + shape.layers * own * shape.expert
+    cut = plain / shards + mixtures * own * shape.expert
     trained = shape.adapter(lora.rank, lora.targets) / shards if lora else cut
     coded = coded_matrices(shape, lora)
-    codes = FOUR_BIT_BYTES * shape.layers * sum(coded)
+    in_codes = sum(matrix.numbers for matrix in coded)  # of a layer
+    codes = FOUR_BIT_BYTES * shape.layers * in_codes
     if lora:
-        layer -= sum(coded)  # neither cut nor gathered: made anew, one by one
+        layer -= in_codes  # neither cut nor gathered: made anew, one by one
         ends, layers = wide * shape.ends, 2.0 * wide * layer
         # While they are gathered, and the first layer behind them: as they come, and as they are put together.
         sums = 2.0 * wide * (shape.ends + layer)
@@ -81,14 +84,14 @@ def _parts(
             sums += 4 * (cut - shape.ends / shards)
     if trainer.ranks == 1 and shape.whole and wide == 4 and not trainer.offload:  # not cut, so nothing is gathered
         ends, layers, sums = 0 if lora else 8 * shape.head, 0.0, 0.0  # the head's gradient, and a chunk's
-    turned = sum(math.prod(size) for name, size in shape.matrices.items() if name in ("o_proj", "down_proj"))
+    turned = sum(matrix.numbers for name, matrix in shape.matrices.items() if name in ("o_proj", "down_proj"))
     kept, inner = activations(shape, trainer, in_flight)
     moved = trainer.offload_activations and trainer.gradient_checkpointing is True  # else it stays, or weights go too
     acts, logits = inner if moved else kept + inner, _logits_bytes(shape, trainer)
     # Whole gradients are cut, unit by unit, in the last micro-batch alone.
     keeps = not lora and keeps_whole_gradients(trainer, shape, gpu_gib)
     held = {
-        "weights": wide * (cut - shape.layers * sum(coded) / shards) + 4 * trained if lora else 4 * cut,
+        "weights": wide * (cut - shape.layers * in_codes / shards) + 4 * trained if lora else 4 * cut,
         "towers": (wide if lora else 4) * shape.towers / shards,
         "gradients": 4.0 * (whole if keeps else trained),
         "optimizer": _kept_bytes(trainer.optimizer, trained, 0 if lora else shape.ends / shards),
@@ -99,7 +102,7 @@ def _parts(
     parts = (held if not trainer.offload else {}) | {
         "gradients until they are summed": 4.0 * whole * (keeps and trainer.offload),
         "weights in 4 bits": codes,
-        "one of them, whole": wide * max(coded, default=0),
+        "one of them, whole": wide * max((matrix.size for matrix in coded), default=0),
         "towers that see": shape.sight_bytes,
         "gathered units": ends + layers,
         "activations": acts,
@@ -132,14 +135,14 @@ def frozen_bytes(shape: Shape, trainer: TrainerConfig) -> tuple[float, float]:
     whole on each; 0 where no adapter is."""
     if trainer.lora is None:
         return 0.0, 0.0
-    coded = shape.layers * sum(coded_matrices(shape, trainer.lora))
+    coded = shape.layers * sum(matrix.numbers for matrix in coded_matrices(shape, trainer.lora))
     held = trainer.ranks // trainer.pipeline_parallel
     return trainer.replicas * shape.learned_bytes * (shape.parameters - coded), FOUR_BIT_BYTES * held * coded
 
 
-def coded_matrices(shape: Shape, lora: LoraConfig | None) -> list[int]:
-    """Numbers of each of a layer's matrices that lie in 4 bits."""
-    return [inputs * outputs for inputs, outputs in shape.adapted(lora.targets)] if lora and lora.quantize else []
+def coded_matrices(shape: Shape, lora: LoraConfig | None) -> list[Matrix]:
+    """Those of a layer's matrices that lie in 4 bits."""
+    return shape.adapted(lora.targets) if lora and lora.quantize else []
 
 
 def state_bytes(optimizer: OptimizerConfig, trained: float, ends: float) -> float:
@@ -161,14 +164,16 @@ def activations(shape: Shape, trainer: TrainerConfig, in_flight: int = 1) -> tup
     number = shape.learned_bytes * tokens  # one of each token's
     kept = number * shape.hidden * shape.layers  # what goes into each layer
     inner = number * (8 * shape.hidden + 4 * shape.hidden / tensor)  # and what it does
+    if shape.linear:
+        inner += number * _state_numbers(shape.linear)
     if shape.experts:
-        inner += number * shape.chosen * (2 * shape.hidden + 6 * shape.intermediate)
+        inner += number * (shape.chosen * (2 * shape.hidden + 6 * shape.intermediate) + 5 * shape.beside)
     else:
         inner += number * 5 * shape.intermediate / tensor
     if not trainer.gradient_checkpointing:
         kept = number * _saved(shape, tensor) * (shape.layers - 1 / in_flight)
     elif trainer.gradient_checkpointing == "selective":  # and what the matrices gave
-        kept += number * shape.layers * sum(outputs for _, outputs in shape.matrices.values()) / tensor
+        kept += number * shape.layers * sum(each.share * each.outputs for each in shape.matrices.values()) / tensor
     return kept * in_flight, inner
 
 
@@ -176,11 +181,23 @@ def _saved(shape: Shape, tensor: int) -> float:
     """Numbers of 16 bits that a layer keeps of each token for its backward: two norms (each its input in fp32, what it
     makes of that, and the result), queries, keys, values and what attention gives, and four of the feed-forward part
     (gate, its activation, up, their product), of each expert that the token went to."""
-    heads = sum(shape.matrices[name][1] for name in ("q_proj", "k_proj"))
-    attention = 2 * heads + (3 * heads if shape.norms_heads else 0)
+    heads = (shape.heads + shape.kv_heads) * shape.head_dim
+    attention: float = 2 * heads + (3 * heads if shape.norms_heads else 0)
+    attention += 3 * shape.heads * shape.head_dim if shape.gated else 0
+    if shape.linear:
+        attention = shape.attending * attention + (1 - shape.attending) * _state_numbers(shape.linear)
     if shape.experts:
-        return 8 * shape.hidden + attention / tensor + shape.chosen * (2 * shape.hidden + 4 * shape.intermediate)
+        plain = shape.dense / shape.layers
+        each = shape.chosen * (2 * shape.hidden + 4 * shape.intermediate) + 4 * shape.beside
+        return 8 * shape.hidden + attention / tensor + (1 - plain) * each + plain * 4 * shape.dense_inner
     return 8 * shape.hidden + (attention + 4 * shape.intermediate) / tensor
+
+
+def _state_numbers(linear: Linear) -> float:
+    """Numbers of 16 bits that linear attention keeps of each token: what the convolution mixes, before and behind it;
+    queries and keys, one for each head of values; values, what comes of them, its gate and its norm; and, in each
+    head, a chunk's scores."""
+    return 2 * linear.mixed + 2 * linear.heads * linear.key_size + 5 * linear.values + CHUNK * linear.heads
 
 
 def keeps_whole_gradients(trainer: TrainerConfig, shape: Shape, gpu_gib: float | None) -> bool:

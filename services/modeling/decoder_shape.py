@@ -7,11 +7,69 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.protocols.versions import DTYPE_BYTES, Dtype
-from penstock.services.modeling.families import COUNTED_MIXTURES, PACKED, PLAIN, STAGED, TIED, keeps_state
+from penstock.services.modeling.families import (
+    COUNTED_MIXTURES,
+    LINEAR,
+    PACKED,
+    PLAIN,
+    STAGED,
+    TIED,
+    UNCOUNTED,
+    keeps_state,
+)
 from penstock.services.modeling.lengths import stretched
 from penstock.services.modeling.parallel.stage_layers import stage_layers
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+@dataclass(frozen=True)
+class Matrix:
+    """One of a layer's."""
+
+    inputs: int
+    outputs: int
+    within: str = "mlp"
+    """What part of its layer it is in."""
+    share: float = 1.0
+    """Of the layers, how many have it."""
+
+    @property
+    def size(self) -> int:
+        """Its numbers."""
+        return self.inputs * self.outputs
+
+    @property
+    def numbers(self) -> float:
+        """Of a layer, on average."""
+        return self.share * self.size
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Linear attention: a state of each value head in the place of keys and values (Gated DeltaNet)."""
+
+    heads: int
+    """Of values."""
+    key_heads: int
+    size: int
+    """Numbers of a value in one head."""
+    key_size: int
+    kernel: int
+    """Tokens that the convolution before it sees."""
+
+    @property
+    def values(self) -> int:
+        """Numbers of a token's value, over all heads."""
+        return self.heads * self.size
+
+    @property
+    def mixed(self) -> int:
+        """Numbers of a token that the convolution mixes: query, key and value."""
+        return 2 * self.key_heads * self.key_size + self.values
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a sequence, in one layer: fp32, and the last tokens before the convolution in 16 bits."""
+        return 4 * self.heads * self.key_size * self.size + 2 * (self.kernel - 1) * self.mixed
 
 
 @dataclass(frozen=True)
@@ -32,6 +90,17 @@ class Shape:
     """Of each layer, in a mixture; `intermediate` is the size of one."""
     chosen: int = 0
     """Experts that a token goes to."""
+    beside: int = 0
+    """The size of what every token meets beside a mixture's experts."""
+    dense: int = 0
+    """A mixture's layers that have no experts, but a plain feed-forward part, of the size `dense_inner`."""
+    dense_inner: int = 0
+    linear: Linear | None = None
+    """What layers have that attend to a state instead of all tokens."""
+    attending: float = 1.0
+    """The share of layers that attend to all tokens."""
+    gated: bool = False
+    """What these find is weighed by a gate, which is made with the queries."""
     packs: bool = True
     """Ranks may share its rows, between tokens."""
     staged: bool = True
@@ -62,20 +131,29 @@ class Shape:
         return self.begins and self.ends_here
 
     @property
-    def matrices(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of each of a layer's, by the name of its module; of a mixture, those that are no
-        expert's."""
-        hidden, inner = self.hidden, self.intermediate
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = {"q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden)}
+    def matrices(self) -> dict[str, Matrix]:
+        """Those of a layer, by the name of its module; of a mixture, those that are no expert's."""
+        hidden, inner, part = self.hidden, self.intermediate, "self_attn"
+        q, kv, share = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.attending
+        found = {
+            "q_proj": Matrix(hidden, q * (1 + self.gated), part, share), "k_proj": Matrix(hidden, kv, part, share),
+            "v_proj": Matrix(hidden, kv, part, share), "o_proj": Matrix(q, hidden, part, share),
+        }  # fmt: skip
+        if linear := self.linear:
+            sizes = {"qkv": linear.mixed, "z": linear.values, "b": linear.heads, "a": linear.heads}
+            parts = {f"in_proj_{name}": (hidden, size) for name, size in sizes.items()}
+            parts["out_proj"] = (linear.values, hidden)
+            found |= {name: Matrix(*size, "linear_attn", 1 - share) for name, size in parts.items()}
+        if self.beside:
+            found |= _feed_forward(hidden, self.beside, "mlp.shared_expert", 1 - self.dense / self.layers)
         if self.experts:
-            return attention
-        return attention | {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+            inner, share = self.dense_inner, self.dense / self.layers
+        return found | (_feed_forward(hidden, inner, "mlp", share if self.experts else 1.0) if inner else {})
 
     @property
-    def shared(self) -> int:
-        """Parameters of a layer that every token meets, less the router's."""
-        return sum(inputs * outputs for inputs, outputs in self.matrices.values())
+    def shared(self) -> float:
+        """Parameters of a layer that every token meets, less the router's; on average."""
+        return sum(matrix.numbers for matrix in self.matrices.values())
 
     @property
     def router(self) -> int:
@@ -88,14 +166,14 @@ class Shape:
         return 3 * self.hidden * self.intermediate if self.experts else 0
 
     @property
-    def layer(self) -> int:
-        """Parameters of one layer's matrices."""
-        return self.shared + self.router + self.experts * self.expert
+    def mixtures(self) -> int:
+        """Layers that have experts."""
+        return self.layers - self.dense if self.experts else 0
 
     @property
-    def active(self) -> int:
-        """Parameters of a layer that one token meets."""
-        return self.shared + self.router + self.chosen * self.expert
+    def active(self) -> float:
+        """Parameters of a layer that one token meets, on average."""
+        return self.shared + self.mixtures / self.layers * (self.router + self.chosen * self.expert)
 
     def deals(self, size: int, tensor: int = 1) -> bool:
         """So many may share the heads of attention that tensor parallelism has left to each of ``tensor`` ranks; those
@@ -108,15 +186,17 @@ class Shape:
         between = 0 if self.experts else self.intermediate
         return not (self.heads % tensor or self.kv_heads % tensor or between % tensor)
 
-    def adapter(self, rank: int, targets: Sequence[str] = ()) -> int:
+    def adapter(self, rank: int, targets: Sequence[str] = ()) -> float:
         """Parameters of a LoRA adapter of the matrices whose full names end in one of ``targets``; none: of all of a
-        layer's."""
-        return self.layers * rank * sum(inputs + outputs for inputs, outputs in self.adapted(targets))
+        layer's, but of a mixture those outside its feed-forward part."""
+        return self.layers * rank * sum(each.share * (each.inputs + each.outputs) for each in self.adapted(targets))
 
-    def adapted(self, targets: Sequence[str] = ()) -> list[tuple[int, int]]:
-        """Inputs and outputs of a layer's matrices that `adapter` adds to."""
-        paths = {f".{'self_attn' if name in ATTENTION else 'mlp'}.{name}": name for name in self.matrices}
-        return [self.matrices[name] for path, name in paths.items() if not targets or _ends(path, targets)]
+    def adapted(self, targets: Sequence[str] = ()) -> list[Matrix]:
+        """A layer's matrices that `adapter` adds to."""
+        if not targets:
+            return [each for each in self.matrices.values() if not (self.experts and each.within.startswith("mlp"))]
+        every = self.matrices.items()
+        return [each for name, each in every if _ends(f".{each.within}.{name.rpartition('.')[2]}", targets)]
 
     @property
     def head(self) -> int:
@@ -131,8 +211,9 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All, less norms and biases."""
-        return self.layers * self.layer + self.ends
+        """All, less norms, biases, convolutions, and gates of one number."""
+        experts = self.mixtures * (self.router + self.experts * self.expert)
+        return round(self.layers * self.shared) + experts + self.ends
 
     @property
     def served(self) -> int:
@@ -145,7 +226,7 @@ class Shape:
         return self.towers * self.served_bytes * self.sees
 
     @property
-    def met(self) -> int:
+    def met(self) -> float:
         """Parameters that one token meets."""
         return self.layers * self.active + self.head
 
@@ -161,8 +242,19 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """KV of one token, over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.served_bytes
+        """KV of one token, over all layers that have it."""
+        return round(2 * self.layers * self.attending) * self.kv_heads * self.head_dim * self.served_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """What an engine keeps of a sequence however long it is, over all layers."""
+        return round(self.layers * (1 - self.attending)) * (self.linear.state_bytes if self.linear else 0)
+
+
+def _feed_forward(hidden: int, inner: int, within: str, share: float) -> dict[str, Matrix]:
+    before, behind = Matrix(hidden, inner, within, share), Matrix(inner, hidden, within, share)
+    found = {"gate_proj": before, "up_proj": before, "down_proj": behind}
+    return found if within == "mlp" else {f"{within}.{name}": matrix for name, matrix in found.items()}
 
 
 def _ends(path: str, targets: Sequence[str]) -> bool:
@@ -170,17 +262,17 @@ def _ends(path: str, targets: Sequence[str]) -> bool:
 
 
 def described_by(name: str, data: Mapping[str, Any]) -> Shape | None:
-    """The sizes in a config.json, of a model that sees those of its decoder; None where it describes no plain decoder:
-    layers that keep a state, a mixture that is not counted."""
+    """The sizes in a config.json, of a model that sees those of its decoder; None where they are not known: of other
+    layers that keep a state, of other mixtures."""
     alone = "hidden_size" in data
     if not alone and isinstance(text := data.get("text_config"), Mapping):
         data = {**text} | {key: data[key] for key in ("tie_word_embeddings",) if key in data}
-    if keeps_state(data.get("layer_types") or ()):
-        return None
     family = data.get("model_type")
-    experts = any("experts" in key for key in data)
-    plain = data.get("mlp_only_layers") or data.get("decoder_sparse_step", 1) != 1
-    if experts and (family not in COUNTED_MIXTURES or plain):
+    hybrid, mixture = family in LINEAR, any("experts" in key for key in data)
+    if family in UNCOUNTED or (keeps_state(data.get("layer_types") or ()) and not hybrid):
+        return None
+    uneven = data.get("mlp_only_layers") or data.get("decoder_sparse_step", 1) != 1
+    if mixture and (family not in COUNTED_MIXTURES or uneven):
         return None
     rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
     original = {"original_max_position_embeddings": data.get("original_max_position_embeddings")}  # as Phi-3 has it
@@ -188,14 +280,38 @@ def described_by(name: str, data: Mapping[str, Any]) -> Shape | None:
     tied = data.get("tie_word_embeddings", family in TIED)
     try:
         heads = data["num_attention_heads"]
-        inner = data["moe_intermediate_size" if experts else "intermediate_size"]
-        return Shape(
-            name, data["hidden_size"], inner, data["num_hidden_layers"], heads,
+        found = Shape(
+            name, data["hidden_size"], 0 if mixture else data["intermediate_size"], data["num_hidden_layers"], heads,
             data.get("num_key_value_heads") or heads, data.get("head_dim") or data["hidden_size"] // heads,
             data["vocab_size"], bool(tied), positions or 1 << 20,
-            data.get("num_experts") or data.get("num_local_experts") or 0, data.get("num_experts_per_tok") or 0,
-            alone and family in PACKED, alone and family in STAGED,
-            family in PLAIN and not data.get("use_sliding_window"), family in ("qwen3", "qwen3_moe"),
+            packs=alone and family in PACKED and not hybrid, staged=alone and family in STAGED,
+            counted=family in PLAIN and not data.get("use_sliding_window"),
+            norms_heads=hybrid or family in ("qwen3", "qwen3_moe"),
         )  # fmt: skip
+        found = replace(found, **_mixture(data)) if mixture else found
+        return replace(found, **_linear(data)) if hybrid else found
     except KeyError:
         return None
+
+
+def _mixture(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a `Shape`, what a mixture's config.json says of its experts."""
+    inner = data.get("moe_intermediate_size") or data["intermediate_size"]
+    counts = (data.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    dense = data.get("first_k_dense_replace") or 0
+    return {
+        "intermediate": inner, "experts": next(filter(None, counts)), "chosen": data["num_experts_per_tok"],
+        "beside": data.get("shared_expert_intermediate_size") or inner * (data.get("n_shared_experts") or 0),
+        "dense": dense, "dense_inner": data["intermediate_size"] if dense else 0,
+    }  # fmt: skip
+
+
+def _linear(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a `Shape`, what is said of layers of linear attention beside those that attend."""
+    layers, every = data["num_hidden_layers"], data.get("full_attention_interval", 4)
+    kinds = data.get("layer_types") or [*(every - 1) * ["linear_attention"], "full_attention"] * (layers // every)
+    linear = Linear(
+        data["linear_num_value_heads"], data["linear_num_key_heads"], data["linear_value_head_dim"],
+        data["linear_key_head_dim"], data["linear_conv_kernel_dim"],
+    )  # fmt: skip
+    return {"linear": linear, "attending": kinds.count("full_attention") / len(kinds), "gated": True}

@@ -19,7 +19,7 @@ BOTH_WAYS = {"gemma3", "gemma4"}
 """Of these, those in which the parts of a picture attend to each other both ways, which segments cannot say."""
 STAGED = PLAIN | {"mistral", "gemma", "gemma2", "gemma3_text"}
 """Families whose layers are all there is between the embedding and the last norm: they can be cut into stages."""
-TIED = {"cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3", "starcoder2", "vaultgemma"}
+TIED = {"cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3", "vaultgemma"}
 """Families of which a head is the embedding where a config.json does not say ``tie_word_embeddings``."""
 OUR_ATTENTION = "penstock"
 """By which transformers' models are told to use `attention.attend` (``attn_implementation``)."""
@@ -29,8 +29,12 @@ IN_MATRICES = {
 """Families whose files have a matrix for each expert, by the names of `experts`."""
 MIXTURES = IN_MATRICES - {"qwen2_moe"} | {"gpt_oss", "minimax_m2", "granitemoehybrid"}
 """Mixtures whose experts may be dealt out over ranks, and whose routing is noted and replayed."""
-COUNTED_MIXTURES = {"qwen3_moe"}
-"""Mixtures whose sizes are counted."""
+LINEAR = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+"""Families some of whose layers have linear attention (Gated DeltaNet), and others a gate behind theirs."""
+UNCOUNTED = {"falcon_h1", "gpt_neox", "starcoder2"}
+"""Families whose config.json reads like that of a plain decoder, which they are not."""
+COUNTED_MIXTURES = MIXTURES - {"deepseek_v3", "granitemoehybrid", "qwen3_5_moe"}
+"""Mixtures whose sizes are counted; of one that sees its decoder's."""
 
 
 def keeps_state(kinds: Iterable[str]) -> bool:

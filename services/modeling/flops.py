@@ -15,7 +15,7 @@ def forward_flops(shape: Shape, tokens: float, predicted: float, pairs: float) -
     """Of a forward pass over so many ``tokens``, of which so many are ``predicted`` (the head is for those alone);
     ``pairs`` of a query and a key that it sees."""
     matrices = 2 * (shape.layers * shape.active * tokens + shape.head * predicted)
-    return matrices + 4 * shape.layers * shape.heads * shape.head_dim * pairs
+    return matrices + 4 * shape.layers * shape.attending * shape.heads * shape.head_dim * pairs
 
 
 def backward_flops(forward: float, frozen: bool) -> float:

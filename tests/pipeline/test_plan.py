@@ -7,8 +7,10 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from penstock.pipeline.bench.memory import compare
@@ -80,6 +82,27 @@ def test_the_plan_is_what_the_code_allocates(name: str, overrides: str, tmp_path
     for found in compare(path, [f"model.path={tmp_path}", *overrides.split()]):
         assert found.plan == pytest.approx(found.peak, rel=0.1), found.process
         assert found.peak < 80
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "told", "overrides"),
+    [("glm4_moe", {"num_hidden_layers": 3}, "trainer.gradient_checkpointing=false"),
+     *(pytest.param(*case, marks=pytest.mark.chaos) for case in (
+         ("qwen3_5_moe_text", {"num_hidden_layers": 4}, "trainer.expert_parallel=4"),
+         ("qwen3_5_moe_text", {"num_hidden_layers": 4}, "trainer.lora.rank=32"),
+         ("qwen3_5_text", {"num_hidden_layers": 4}, "trainer.gradient_checkpointing=selective"),
+         ("gpt_oss", {"num_hidden_layers": 3, "num_local_experts": 32}, "")))],
+)  # fmt: skip
+def test_the_plan_knows_layers_that_differ(family: str, told: dict[str, Any], overrides: str, tmp_path: Path) -> None:
+    """Those of a family's own sizes: experts beside a plain part, or behind plain layers; linear attention, which takes
+    more as torch's reference code has it."""
+    config = AutoConfig.for_model(family, **told)
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+    shape = ["trainer.ranks=8", "trainer.sequence_parallel=1", "trainer.expert_parallel=1", *overrides.split()]
+    keys = [f"model.path={tmp_path}", "rollout.engine.max_length=4096", *shape]
+    (found,) = compare(Path("configs/grpo-30b-a3b.yaml"), keys)
+    assert found.plan == pytest.approx(found.peak, rel=0.15)
 
 
 @pytest.mark.parametrize("path", GRPO, ids=lambda path: path.stem)
@@ -371,4 +394,4 @@ def test_guests_are_on_the_trainers_gpus() -> None:
 def test_what_cannot_be_counted_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_attention_heads": 8, "num_experts": 64}')
     found = plan(load(Path("configs/grpo-8b.yaml"), [f"model.path={tmp_path}"]))
-    assert found.lines == ["nothing counted (run.gpu_gib): no config.json of a dense decoder at model.path"]
+    assert found.lines == ["nothing counted (run.gpu_gib): no config.json at model.path of a decoder that is known"]

@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.pipeline.config import load
 from penstock.pipeline.resources.memory import kv_tokens, plan
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.trainer_memory import GIB, trainer_parts
-from penstock.services.modeling.decoder_shape import Shape
+from penstock.services.modeling.decoder_shape import Shape, described_by
+from penstock.services.modeling.experts import experts_of, mixture_layers
 from penstock.services.modeling.families import PLAIN, STAGED, TIED
 from penstock.services.modeling.lengths import positions_of
-from penstock.services.modeling.load import load_config
+from penstock.services.modeling.load import load_config, with_head
+from penstock.services.modeling.towers import towers
+from tests import families
 
 QWEN = Path("pipeline/resources/models/Qwen--Qwen3-8B/config.json")
 
@@ -65,6 +69,32 @@ def test_a_head_is_the_embedding_where_transformers_says_so(tmp_path: Path, fami
         described |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
     assert shaped(tmp_path, described).tied == CONFIG_MAPPING[family]().tie_word_embeddings
     assert not shaped(tmp_path, described | {"tie_word_embeddings": False}).tied
+
+
+@pytest.mark.parametrize("family", [*families.TEXT, *families.SEEING])
+def test_a_family_is_counted_rightly_or_not_at_all(family: str) -> None:
+    config = families.config_of(family)
+    shape = described_by(family, config.to_dict())
+    assert (shape is None) == (family in NOT_COUNTED)
+    if shape is None:
+        return
+    with torch.device("meta"):
+        model = with_head(config, "language").from_config(config)
+    seeing = {id(parameter) for tower in towers(model).values() for parameter in tower.parameters()}
+    matrices = (
+        parameter for name, parameter in model.named_parameters()
+        if id(parameter) not in seeing and min(parameter.shape) > 1 and not name.endswith(("_bias", ".bias"))
+    )  # fmt: skip
+    assert shape.parameters == sum(matrix.numel() for matrix in matrices if matrix.ndim > 1)
+    experts = experts_of(config.get_text_config())
+    assert (shape.experts, shape.mixtures) == (experts, experts and len(mixture_layers(config.get_text_config())))
+
+
+NOT_COUNTED = {
+    "gemma4_text", "gemma4", "deepseek_v3", "starcoder2", "lfm2", "granitemoehybrid", "falcon_h1", "nemotron_h", "opt",
+    "gpt_neox", "gpt2",
+}  # fmt: skip
+"""Which the plan says it does not know: docs/memory.md."""
 
 
 def test_towers_are_counted_as_often_as_they_are_there() -> None:

@@ -23,6 +23,7 @@ from penstock.services.runtime import gpus as runtime
 from penstock.services.runtime import registry
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import inventory, nccl_conflict, visible_gpus
+from tests import families
 from tests.preflight.nvml import FakeNvml
 
 CUDA_13_DRIVER = ("580.65.06", 13000)
@@ -80,6 +81,26 @@ def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(nvml: FakeNvml
     for absent in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED):
         nvml.error = absent
         assert visible_gpus() == []
+
+
+@pytest.mark.parametrize(
+    ("family", "packages"),
+    [("qwen3_5", "causal-conv1d flash-linear-attention"), ("qwen3_next", "causal-conv1d flash-linear-attention"),
+     ("lfm2", "causal-conv1d"), ("nemotron_h", "causal-conv1d mamba-ssm"), ("qwen3", "")],
+)  # fmt: skip
+def test_kernels_that_a_model_would_be_faster_with_are_named(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, packages: str
+) -> None:
+    (tmp_path / "config.json").write_text(families.config_of(family).to_json_string(use_diff=False))
+    config = small(f"model.path={tmp_path}", "rollout.engine.max_length=64", "rollout.sampling.max_new_tokens=8")
+    report = Report()
+    gpus.look(config, report)
+    notes = [note for note in report.notes if "pip install" in note]
+    assert [note.partition("pip install ")[2] for note in notes] == [packages] * bool(packages)
+    monkeypatch.setattr(gpus, "find_spec", lambda name: name)
+    report = Report()
+    gpus.look(config, report)
+    assert not report.notes
 
 
 @pytest.mark.parametrize("error", [pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_NOT_SUPPORTED])
