@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ TEXT: dict[str, dict[str, Any]] = {
     "qwen3_next": LINEAR | MIXTURE, "qwen3_5_text": LINEAR, "qwen3_5_moe_text": LINEAR | MIXTURE,
     "glm4": {}, "glm4_moe": MIXTURE, "deepseek_v3": MIXTURE | LATENT, "minimax_m2": MIXTURE,
     "olmoe": MIXTURE | {"head_dim": 8},
-    "phi3": {"sliding_window": None}, "smollm3": {}, "granite": {}, "olmo2": {}, "olmo3": SLIDING, "seed_oss": {},
+    "phi3": {"sliding_window": None}, "smollm3": {}, "granite": {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0,
+    }, "olmo2": {}, "olmo3": SLIDING, "seed_oss": {},
     "exaone4": SLIDING, "cohere2": SLIDING, "ernie4_5": {}, "hunyuan_v1_dense": {}, "starcoder2": {},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_ff_dim": 48, "block_auto_adjust_ff_dim": False},
     "granitemoehybrid": MIXTURE | {
@@ -75,6 +78,12 @@ _EYES = {
 }  # fmt: skip
 _SEES_BY = {"gemma4": "gemma4_vision"}
 """Whose config has no tower unless it is given one."""
+
+
+_ROW = re.compile(r"^\| `(\w+)` \|[^|]*\| (\w+) \| ([TSPE ]*) \| (\w+) \| (\w+) \|$", re.M)
+SAID = {row[1]: row.groups()[1:] for row in _ROW.finditer((Path(__file__).parents[1] / "docs/models.md").read_text())}
+"""What docs/models.md says of each family: whether it takes ranks and 16 bits, how else ranks may share it, whether it
+takes an adapter, and how the torch engine runs it."""
 
 
 def config_of(family: str, vocab_size: int = 64, **more: Any) -> Any:

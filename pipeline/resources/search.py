@@ -257,7 +257,7 @@ def shapes(shape: Shape, plain: TrainerConfig) -> Iterator[TrainerConfig]:
     degrees = product(
         sorted({1, machines}),
         [size for size in powers if size == 1 or shape.packs],
-        [size for size in powers if size == 1 or (shape.cuts(size) and not plain.lora)],
+        [size for size in powers if size == 1 or (shape.tensor and shape.cuts(size) and not plain.lora)],
         [size for size in (*powers, 16, 32, 64) if size == 1 or (shape.experts and not shape.experts % size)],
         [size for size in powers if size == 1 or (shape.staged and size <= min(shape.layers, machines))],
     )

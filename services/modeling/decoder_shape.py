@@ -13,6 +13,7 @@ from penstock.services.modeling.families import (
     PACKED,
     PLAIN,
     STAGED,
+    TENSOR,
     TIED,
     UNCOUNTED,
     keeps_state,
@@ -105,6 +106,8 @@ class Shape:
     """Ranks may share its rows, between tokens."""
     staged: bool = True
     """Ranks may share its layers (`families.STAGED`)."""
+    tensor: bool = True
+    """Ranks may share its matrices, and with them what is kept of each token (`families.TENSOR`)."""
     counted: bool = True
     """Its FLOPs are."""
     norms_heads: bool = False
@@ -183,8 +186,8 @@ class Shape:
 
     def cuts(self, tensor: int) -> bool:
         """So many ranks of a learner may share each layer's matrices; experts are dealt out instead."""
-        between = 0 if self.experts else self.intermediate
-        return not (self.heads % tensor or self.kv_heads % tensor or between % tensor)
+        between = (self.beside, self.dense_inner) if self.experts else (self.intermediate,)
+        return not any(size % tensor for size in (self.heads, self.kv_heads, *between))
 
     def adapter(self, rank: int, targets: Sequence[str] = ()) -> float:
         """Parameters of a LoRA adapter of the matrices whose full names end in one of ``targets``; none: of all of a
@@ -285,6 +288,7 @@ def described_by(name: str, data: Mapping[str, Any]) -> Shape | None:
             data.get("num_key_value_heads") or heads, data.get("head_dim") or data["hidden_size"] // heads,
             data["vocab_size"], bool(tied), positions or 1 << 20,
             packs=alone and family in PACKED and not hybrid, staged=alone and family in STAGED,
+            tensor=alone and family in TENSOR,
             counted=family in PLAIN and not data.get("use_sliding_window"),
             norms_heads=hybrid or family in ("qwen3", "qwen3_moe"),
         )  # fmt: skip

@@ -17,8 +17,23 @@ PACKED = PLAIN | {
 """Families that take positions and `attention.Segments` of ours."""
 BOTH_WAYS = {"gemma3", "gemma4"}
 """Of these, those in which the parts of a picture attend to each other both ways, which segments cannot say."""
-STAGED = PLAIN | {"mistral", "gemma", "gemma2", "gemma3_text"}
-"""Families whose layers are all there is between the embedding and the last norm: they can be cut into stages."""
+STAGED = PLAIN | {
+    "mistral", "ministral3", "gemma", "gemma2", "gemma3_text", "gpt_oss", "qwen3_next", "qwen3_5_text",
+    "qwen3_5_moe_text", "glm4", "glm4_moe", "deepseek_v3", "minimax_m2", "olmoe", "phi3", "smollm3", "olmo2", "olmo3",
+    "seed_oss", "exaone4", "cohere2", "ernie4_5", "hunyuan_v1_dense", "starcoder2",
+}  # fmt: skip
+"""Families whose layers are all there is between the embedding and the last norm: they can be cut into stages. Not so
+Granite, which scales what is embedded, and Gemma 4, some of whose layers read ids too."""
+TENSOR = PLAIN | {
+    "mistral", "ministral3", "gemma2", "gemma3_text", "gemma4_text", "glm4_moe", "deepseek_v3", "smollm3", "granite",
+    "seed_oss", "exaone4", "cohere2", "ernie4_5", "starcoder2", "qwen2_5_vl", "gemma3", "gemma4", "mistral3",
+}  # fmt: skip
+"""Families whose matrices tensor parallelism cuts, and with them what is kept of each token."""
+TENSOR_WHOLE = {
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "glm4", "olmo2", "olmo3", "phi3", "olmoe", "minimax_m2",
+    "qwen3_5", "qwen3_5_moe",
+}  # fmt: skip
+"""Families of which it cuts matrices, and each rank keeps all that some of them give."""
 TIED = {"cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3", "vaultgemma"}
 """Families of which a head is the embedding where a config.json does not say ``tie_word_embeddings``."""
 OUR_ATTENTION = "penstock"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 from penstock.protocols.experience import Trajectory
 from penstock.services.modeling.dropout import without_dropout
 from penstock.services.modeling.experts import as_in_files
-from penstock.services.modeling.families import is_recurrent
+from penstock.services.modeling.families import MIXTURES, STAGED, TENSOR, TENSOR_WHOLE, is_recurrent
 from penstock.services.modeling.load import load_config, load_model
 from penstock.services.modeling.logprobs import layout_of, logprobs
 from penstock.services.modeling.lora import Adapter
@@ -32,25 +31,17 @@ from penstock.services.runtime.errors import SetupError
 from tests import families
 from tests.conftest import make_group
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-SAID = {
-    row[1]: row.groups()[1:]
-    for row in re.finditer(
-        r"^\| `(\w+)` \|[^|]*\| (\w+) \| (\w+) \| (\w+) \|$", (ROOT / "docs/models.md").read_text(), re.M
-    )
-}
-"""Of each family: whether it takes ranks and 16 bits, whether it takes an adapter, and how the torch engine runs it."""
 KINDS = {"own": NativeModel, "hosted": HostedModel, "hybrid": HybridModel, "recomputed": RecomputedModel}
 
 
 def test_the_page_has_every_family_that_is_tried_here() -> None:
-    assert SAID.keys() == families.TEXT.keys() | families.SEEING.keys()
+    assert families.SAID.keys() == families.TEXT.keys() | families.SEEING.keys()
 
 
 @pytest.mark.parametrize("family", [*families.TEXT, *families.SEEING])
 def test_a_family_is_what_the_page_says(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks, adapter, engine = SAID[family]
+    ranks, shared, adapter, engine = families.SAID[family]
     own = families.write(family, tmp_path).eval()
     whole: list[Any] = []
     monkeypatch.setattr(start, "load_model", lambda *given: whole.append(given) or load_model(*given))
@@ -71,6 +62,9 @@ def test_a_family_is_what_the_page_says(family: str, tmp_path: Path, monkeypatch
     if isinstance(made, HostedModel | RecomputedModel):
         made.prepare({name: parameter.detach() for name, parameter in learned.named_parameters()})
     assert is_recurrent(config.get_text_config()) == (family in RECURRENT)
+    known = {"T": family in TENSOR | TENSOR_WHOLE, "P": family in STAGED, "E": family in MIXTURES}
+    known["S"] = ranks == "yes" and not (family in families.SEEING or family in RECURRENT)
+    assert {letter for letter in known if known[letter]} == set(shared.split())
 
     def half(what: Adapter | None) -> Any:
         return load_trainable(str(tmp_path), World(CPU), CPU, "bfloat16", adapter=what)

@@ -78,6 +78,18 @@ OFTEN = (
 """Of those with four ranks; the others are products of what these and smaller ones have."""
 
 
+BY = {"T": "tensor_parallel", "S": "sequence_parallel", "P": "pipeline_parallel", "E": "expert_parallel"}
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("by", BY)
+def test_families_are_shared_as_the_page_says(by: str, tmp_path: Path) -> None:
+    names = [family for family, (_, shared, *_) in families.SAID.items() if by in shared.split()]
+    for family in names:
+        families.write(family, tmp_path / family)
+    check_shapes({family: {"ranks": 2, BY[by]: 2, "model": family} for family in names}, tmp_path)
+
+
 @pytest.mark.parametrize(
     "names",
     [
@@ -104,5 +116,5 @@ def check_shapes(shapes: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     (ranks,) = {shape["ranks"] for shape in shapes.values()}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     run = [*command, "-m", "tests.trainer.shapes_program", str(tmp_path), json.dumps(shapes), "cpu"]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=480)
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=880)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-5000:]

@@ -150,10 +150,10 @@ def cut_stages(model: Any, world: World, dtype: torch.dtype) -> None:
     count, config = world.shape.stages, model.config.get_text_config()
     if count == 1:
         return
-    if config.model_type not in STAGED:
+    if model.config.model_type not in STAGED:
         raise SetupError(
-            f"pipeline_parallel={count}: it is not known whether {config.model_type} can be cut into stages; set it to "
-            f"1 (known are {', '.join(sorted(STAGED))})"
+            f"pipeline_parallel={count}: it is not known whether {model.config.model_type} can be cut into stages; set "
+            f"it to 1 (known are {', '.join(sorted(STAGED))})"
         )
     if count > len(model.base_model.layers):
         raise SetupError(f"pipeline_parallel={count}: the model has {len(model.base_model.layers)} layers; take fewer")

@@ -10,19 +10,28 @@ summed before an update.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from penstock.protocols.cut import rows_of
 from penstock.services.modeling.parallel.stages import held_layers
 from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime.errors import SetupError
 
-STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    # What reads all of it, such as a norm over all heads, or takes it apart otherwise, is computed by every rank.
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+}
+"""What transformers calls a way to cut a matrix, and torch's for it."""
 PARTIAL = "replicated_with_grad_allreduce"
 """What transformers calls a parameter whose gradient on each rank is a part."""
 
@@ -41,16 +50,31 @@ def cut_layers(model: Any, world: World) -> None:
             "here; set it to 1"
         )
     heads = {"attention heads": config.num_attention_heads, "heads of keys": config.num_key_value_heads}
-    between = {"features between": config.intermediate_size} if any(".mlp." in name for name in plan) else {}
-    for what, count in {**heads, **between}.items():
-        if count % size:
-            raise SetupError(f"tensor_parallel={size}: {count} {what} cannot be cut into as many parts")
-    styles = {name.removeprefix("layers.*."): STYLES[style]() for name, style in plan.items() if style in STYLES}
+    named = {name.removeprefix("layers.*."): style for name, style in plan.items() if style in STYLES}
     for layer in held_layers(model):
+        _check_even(size, heads | _features(layer, named))
+        styles = {name: STYLES[style]() for name, style in named.items()}
         parallelize_module(layer, world.tensor_mesh, styles, src_data_rank=None)
     parts = tuple(name.rpartition(".")[2] for name, style in plan.items() if style == PARTIAL)
-    names = [name for name, _ in model.named_parameters() if name.split(".")[-2] in parts]
-    model.penstock_partial = names
+    mine = {id(parameter) for layer in held_layers(model) for parameter in layer.parameters()}
+    every = [name for name, parameter in model.named_parameters() if id(parameter) in mine]
+    model.penstock_partial = [name for name in every if name.split(".")[-2] in parts]
+
+
+def _features(layer: nn.Module, named: Mapping[str, str]) -> dict[str, int]:
+    """What is cut of the matrices of ``layer`` that are ``named``, each with how."""
+    within = {name: module for name, module in layer.named_modules() if name in named}
+    return {
+        f"features of {name}": module.out_features if named[name].startswith("colwise") else module.in_features
+        for name, module in within.items()
+        if isinstance(module, nn.Linear)
+    }
+
+
+def _check_even(size: int, counts: Mapping[str, int]) -> None:
+    for what, count in counts.items():
+        if count % size:
+            raise SetupError(f"tensor_parallel={size}: {count} {what} cannot be cut into as many parts")
 
 
 def sum_partial(model: Any, parameters: dict[str, torch.nn.Parameter], world: World) -> None:
