@@ -54,11 +54,7 @@ def shard(model: Any, world: World, dtype: str, offload: bool = False) -> None:
     cut_layers(model, world)
     experts = deal_experts(model, world)
     if group := world.sequence_group:
-        if layout_of(model) == "apart" or sees(model.config) or is_recurrent(model.config.get_text_config()):
-            raise SetupError(
-                f"sequence_parallel: it cuts packed rows between their tokens, which {model.config.model_type} does "
-                "not take; set it to 1"
-            )
+        check_shares_rows(model)
         model.penstock_ulysses = SequenceParallel(dist.get_rank(group), world.shape.sequence, group)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if dtype == "bfloat16" else MixedPrecisionPolicy()
     # The model itself is given ids, masks, and teachers' log-probabilities, which are not to be rounded.
@@ -78,6 +74,22 @@ def shard(model: Any, world: World, dtype: str, offload: bool = False) -> None:
     for name, function in (("penstock_statistics", statistics), ("penstock_values", values)):
         setattr(model, name, types.MethodType(function, model))
         register_fsdp_forward_method(model, name)
+
+
+def check_shares_rows(model: Any) -> None:
+    """Raises `SetupError` where ranks cannot share rows of ``model`` between tokens."""
+    family, text = model.config.model_type, model.config.get_text_config()
+    if layout_of(model) == "apart" or sees(model.config) or is_recurrent(text):
+        raise SetupError(
+            f"sequence_parallel: it cuts packed rows between their tokens, which {family} does not take; set it to 1"
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
+    if kind := kinds & {"dynamic", "longrope"}:
+        raise SetupError(
+            f"sequence_parallel: {family} turns positions by the largest of a row (rope_type {kind.pop()}), and each "
+            "rank would see its own part's; set it to 1"
+        )
 
 
 def forward(model: Any, rows: Rows, temperature: float) -> torch.Tensor:
