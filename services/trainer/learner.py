@@ -152,7 +152,7 @@ class Learner(ModelLearner):
                 rows = each.rows()
                 stated = self._stated(rows, trajectories, tops)
                 log_prob = stated.pop("log_prob")
-                index = to_device(torch.tensor(rows.index), self.device)
+                members, index = list(rows.index), to_device(torch.tensor(rows.index), self.device)
                 columns = {
                     name: rows.column(token_values[name]) if name in token_values else values[name][index][:, None]
                     for name in self.algorithm.columns
@@ -160,13 +160,12 @@ class Learner(ModelLearner):
                 sampled_as = rows.column(behaviour)
                 if not self.world.last_stage:  # zeros with a backward: the loss, which does not count, is finite
                     log_prob = log_prob + sampled_as
-                advantage = advantages[chosen[list(rows.index)], 1 : log_prob.shape[1] + 1]
-                advantage = to_device(advantage, self.device)
+                advantage = to_device(advantages[chosen[members], 1 : log_prob.shape[1] + 1], self.device)
                 old = None if before is None else rows.column(before)
-                shown = torch.from_numpy(given[list(rows.index)])[:, None]
-                shown = to_device(shown, self.device) if totals.given else None
+                shown = to_device(torch.from_numpy(given[members])[:, None], self.device) if totals.given else None
                 mask, shown = (rows.mask, None) if shown is None else (rows.mask & ~shown, rows.mask & shown)
-                yield rows, Part(log_prob, sampled_as, advantage, mask, columns, old, given=shown, **stated)
+                stated |= {"given": shown, "sampled": bool(sampled[members].any())}
+                yield rows, Part(log_prob, sampled_as, advantage, mask, columns, old, **stated)
 
         def judged(rows: Rows, part: Part) -> None:
             if judgements:

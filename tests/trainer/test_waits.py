@@ -28,16 +28,17 @@ class Asked(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("given", [0, 3])
 @pytest.mark.parametrize("loss", ["ppo_clip", "reinforce", "cispo", "gspo"])
-def test_waits_are_a_steps_and_not_a_micro_batchs(loss: str) -> None:
+def test_waits_are_a_steps_and_not_a_micro_batchs(loss: str, given: int) -> None:
     algorithm = {"loss": {"type": loss}, "correction": {"type": "truncated"}, "entropy_bonus": 0.01}
     counts, passes = [], []
     for tokens in (60, 1000):
         config = {"tokens_per_micro_batch": tokens, "algorithm": algorithm}
         learner = Learner(a_model(), TrainerConfig.model_validate(config), 1.0)
         with Asked() as asked:
-            learner.accumulate(a_step(0))
+            learner.accumulate(a_step(0, given=given))
         counts.append(asked.count)
-        step = a_step(0)
+        step = a_step(0, given=given)
         passes.append(len(learner.plan(step.trajectories, step.groups)))
     assert passes[0] > passes[1] and counts[0] == counts[1] <= 3

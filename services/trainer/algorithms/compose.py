@@ -58,6 +58,8 @@ class Part:
     """Of each token's distribution, in nats; where the algorithm `wants_entropy`."""
     given: torch.Tensor | None = None
     """bool: tokens that were given, none of which is in `mask`; None where the step has none."""
+    sampled: bool = True
+    """Something is in `mask`; said here, since who looks waits for the device."""
     divergence: torch.Tensor | None = None
     """Of each token's distribution from the teachers', in nats; where the algorithm has any."""
 
@@ -200,7 +202,7 @@ class Algorithm:
         `SUMMED`."""
         loss: torch.Tensor = part.log_prob.new_zeros(())
         metrics: dict[str, torch.Tensor] = {}
-        if totals.tokens and (part.given is None or part.mask.any()):
+        if totals.tokens and part.sampled:
             loss, metrics = self._sampled_loss(part, totals, mean_weight)
         if self._imitates:
             good = _unlikely(part.log_prob, part.mask * part.columns[GOOD], totals.good)
