@@ -1,8 +1,8 @@
 """Attention over packed rows: sequences of any lengths one after the other, without a mask and without padding.
 
 On a GPU it is flash attention's variable-length kernel, through torch; elsewhere, and for what that kernel does not
-know (soft caps, heads of more than 256 numbers), a loop over the sequences. Where rows come with a mask instead,
-it is transformers' own ``sdpa``.
+know (soft caps, heads of more than 256 numbers), a loop over the sequences. Where rows come with a mask instead, it is
+transformers' own ``sdpa``.
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ def _blocks(queries: int, keys: int, heads: int, way: Way) -> Iterator[tuple[sli
     if way.window is not None:
         size = max(way.window, WINDOW_BLOCK)
     if way.scored:
-        size = min(size, max(1, SCORE_BYTES // (4 * heads * keys)))
+        seen = keys if way.window is None else min(keys, size + way.window)
+        size = min(size, max(1, SCORE_BYTES // (4 * heads * seen)))
     for begin in range(0, queries, size):
         end = min(begin + size, queries)
         first = 0 if way.window is None else max(0, before + begin + 1 - way.window)

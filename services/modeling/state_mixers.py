@@ -18,7 +18,7 @@ from torch import nn
 from penstock.services.modeling.pinned import to_device
 from penstock.services.modeling.towers import decoder_of
 
-PADDING = 0.5
+ALIKE = 0.5
 """Sequences that lie below each other have at least this share of the longest one's tokens."""
 
 
@@ -52,8 +52,9 @@ class Whole:
         batches, at, begin = [], 0, 0
         while begin < len(order):
             longest = int(sizes[order[begin]])
-            end = begin + int(np.count_nonzero(sizes[order[begin:]] >= PADDING * longest))
-            batch = np.zeros((end - begin, longest), np.int64)
+            end = begin + int(np.count_nonzero(sizes[order[begin:]] >= ALIKE * longest))
+            # Padding reads tokens one after the other: nothing comes back to them, but many at one place would wait.
+            batch = np.arange((end - begin) * longest, dtype=np.int64).reshape(-1, longest) % len(back)
             for line, number in enumerate(order[begin:end].tolist()):
                 size, (first, last) = int(sizes[number]), self._starts_q[number : number + 2].tolist()
                 batch[line, :size] = self._places(number)
