@@ -100,7 +100,8 @@ class Worker:
 
     def loaded(self, patience_s: float) -> bool:
         """Whether its program is loaded, now or within ``patience_s``. Where that cannot be, or takes more than its
-        ``start_s``, the process is ended. Raises `ProgramError`, or `ConnectionError` where it may be loaded later."""
+        ``start_s``, the process is ended. Raises `ProgramError`, or `ConnectionError` where it may be loaded later: a
+        server does not answer, or somebody has killed the process."""
         if self._hello is None:
             hello = self._heard(patience_s)
             if hello is None:
@@ -173,6 +174,7 @@ class Worker:
     def _heard(self, patience_s: float) -> dict[str, Any] | None:
         """What it says once its program is loaded, or cannot be; None where it says nothing within ``patience_s``."""
         why = f"was not imported within {self._start_s:g} s"
+        wrong: type[Exception] = ProgramError
         try:
             left = self._start_by - time.monotonic()
             while _ready(self.replies, selectors.EVENT_READ, min(patience_s, left)):
@@ -182,8 +184,10 @@ class Worker:
                 return None
         except WorkerGone:
             why = "ended while it was imported"
+            if self._process.returncode == -signal.SIGKILL:  # by somebody, or for want of memory: no fault of its own
+                why, wrong = "was killed while it was imported", ConnectionError
         self.kill()
-        raise ProgramError(f"{self._program.key}: {self._program.function} {why}; stderr may say more")
+        raise wrong(f"{self._program.key}: {self._program.function} {why}; stderr may say more")
 
     def _epitaph(self) -> str:
         try:

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from penstock.pipeline.run.crashes import is_own
 from penstock.services.reward.config import FunctionConfig, RewardConfig
 from penstock.services.reward.service import Reward
 from penstock.services.runtime.user_folders import VARIABLE, look_in
@@ -90,6 +91,21 @@ def test_of_async_calls_too_each_misbehaviour_costs_only_itself() -> None:
 def test_what_a_call_forks_answers_nothing() -> None:
     assert score(FunctionConfig(function=f"{HERE}:forks"), ["0", "3", "back", *["0"] * 50]) == [0, 3, *[0] * 51]
     assert score(FunctionConfig(function=f"{HERE}:forks_async"), ["0", "back"] * 20) == [0.0] * 40
+
+
+@pytest.mark.parametrize(
+    ("ends", "wrong", "words"),
+    [("os.kill(os.getpid(), 9)", ConnectionError, "was killed while it was imported"),
+     ("os._exit(3)", ProgramError, "ended while it was imported")],
+)  # fmt: skip
+def test_who_is_killed_while_it_is_imported_may_be_started_again(
+    user_module: Callable[[str, str], Path], ends: str, wrong: type[Exception], words: str
+) -> None:
+    """Whoever ends by itself is told of to the user, as a mistake."""
+    user_module("short_lived.py", f"import os\n\n{ends}\n")
+    with pytest.raises(wrong, match=words) as raised:
+        score(FunctionConfig(function="short_lived:f"), ["a"])
+    assert not is_own(raised.value), "a mistake ends the run in another way: it is no crash"
 
 
 def test_a_worker_that_closes_its_descriptors_and_does_not_end_is_ended() -> None:
