@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from penstock.pipeline.config import ConfigError
 from penstock.protocols.experience import Prompt
-from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.errors import PackageError, SetupError
 
 
 @dataclass
@@ -35,6 +35,8 @@ class Report:
         """What is wrong inside is one problem more, not the end of the look."""
         try:
             yield
+        except PackageError as error:
+            self.lacks_package(str(error))
         except SetupError as error:
             self.problems.append(str(error))
 

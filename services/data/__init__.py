@@ -15,7 +15,7 @@ from penstock.services.data.config import (
     ReasoningGymData,
     SortData,
 )
-from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.errors import PackageError, SetupError
 from penstock.services.runtime.install import install
 
 
@@ -53,10 +53,14 @@ def open_source(config: DataConfig, held_out: bool = False, key: str = "prompts.
     return CustomSource(config, key)
 
 
+class MissingError(DataError, PackageError):
+    """What the data is read with is not installed."""
+
+
 def need(module: str, extra: str, key: str) -> None:
-    """Raises `DataError` with the command that installs ``module``, where it is missing; ``key`` is what asks for
+    """Raises `MissingError` with the command that installs ``module``, where it is missing; ``key`` is what asks for
     it."""
     try:
         import_module(module)
     except ImportError:
-        raise DataError(f"{key}: {module} is not installed; run: {install(extra)}") from None
+        raise MissingError(f"{key}: {module} is not installed; run: {install(extra)}") from None

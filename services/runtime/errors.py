@@ -8,5 +8,9 @@ class SetupError(ValueError):
     """The actor cannot work with what it was given: starting it again would not help."""
 
 
+class PackageError(SetupError):
+    """A package that is not installed here."""
+
+
 class LibraryError(RuntimeError):
     """A library could not do what it was asked for: that may be a passing thing once, and is none the second time."""
