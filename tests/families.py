@@ -15,8 +15,8 @@ BASE = {
 }  # fmt: skip
 MIXTURE = {
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
-    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "n_group": 2, "topk_group": 1,
+    "first_k_dense_replace": 1, "use_qk_norm": True,
 }  # fmt: skip
 SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
 LINEAR = {
@@ -31,7 +31,7 @@ TEXT: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": {}, "qwen3": {}, "qwen3_moe": MIXTURE, "mistral": {}, "ministral3": {},
     "gemma2": {"sliding_window": 8}, "gemma3_text": SLIDING, "gpt_oss": MIXTURE | SLIDING,
     "gemma4_text": SLIDING | {
-        "global_head_dim": 16, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 64,
+        "global_head_dim": 32, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 64,
         "num_kv_shared_layers": 0,
     },
     "qwen3_next": LINEAR | MIXTURE, "qwen3_5_text": LINEAR, "qwen3_5_moe_text": LINEAR | MIXTURE,

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,10 +217,15 @@ def _balanced(chosen: torch.Tensor, experts: int, group: Any) -> tuple[torch.Ten
     return chosen.new_empty(experts), each, each
 
 
+def _as_on_a_gpu(loop: Any, q: Any, k: Any, v: Any, way: attention.Way, segments: Segments) -> torch.Tensor:
+    """The kernel's shapes are known without one."""
+    return (attention._flash if attention.is_known(q, way) else loop)(q, k, v, way, segments)
+
+
 def main() -> None:
     """``fake_memory trainer|reference FILE GIB RANK``"""
     what, path, gib, rank = sys.argv[1:5]
-    attention._loop = attention._flash  # as on a GPU; its kernel's shapes are known without one
+    attention._loop = partial(_as_on_a_gpu, attention._loop)
     vars(head)["_widens"] = lambda left, right: left.itemsize == right.itemsize == 2  # as on a GPU, too
     vars(shard_exporter)["copy_bytes"] = lambda source, target: target.copy_(source)  # there are no bytes
     vars(expert)["_traffic"] = _balanced

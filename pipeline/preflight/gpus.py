@@ -60,12 +60,13 @@ def _missing_kernels(data: dict[str, Any] | None) -> list[str]:
     if they were here."""
     text = (data or {}).get("text_config") or data or {}
     kinds = [kind for name in ("layer_types", "layers_block_type") for kind in text.get(name) or ()]
+    has_mamba = any("mamba" in word for word in (*kinds, *text))
     if text.get("model_type") in LINEAR:
         wanted = KERNELS[:2]
-    elif any("mamba" in word for word in (*kinds, *text)):
-        wanted = [KERNELS[0], KERNELS[2]]
+    elif keeps_state(kinds) if kinds else has_mamba:
+        wanted = [KERNELS[0], KERNELS[2]] if has_mamba else KERNELS[:1]
     else:
-        wanted = KERNELS[:1] if keeps_state(kinds) else []
+        wanted = []
     return [package for module, package in wanted if find_spec(module) is None]
 
 

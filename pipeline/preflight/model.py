@@ -34,6 +34,7 @@ def look(config: Config, report: Report) -> None:
     if policy:
         with report.collect():
             _find(policy, "model.path")
+            _check_whole(policy, "model.path")
             _encode(config, report)
             _check_routing(policy, config.rollout.sampling.routing_replay)
             _check_vllm(policy, config, report)
@@ -45,6 +46,7 @@ def look(config: Config, report: Report) -> None:
             if policy:
                 check_vocabulary(policy, path, key)
             if key == "critic.path":
+                _check_whole(path, key)
                 _check_value_head(path, key)
             if key.startswith("scorers."):
                 _check_top_k(path, config.scorers[key.split(".")[1]].top_k, key.removesuffix("path") + "top_k")
@@ -71,6 +73,13 @@ def readers(config: Config) -> Iterator[tuple[str, str]]:
     for kind, scorer in config.scorers.items():
         if scorer.scorer == "teacher" and "path" in scorer.options:
             yield f"scorers.{kind}.options.path", str(scorer.options["path"])
+
+
+def _check_whole(path: str, key: str) -> None:
+    """Raises `SetupError` where it cannot be trained."""
+    from penstock.services.modeling.load import check_whole, load_config
+
+    check_whole(load_config(path, key), path, key)
 
 
 def _check_top_k(path: str, k: int, key: str) -> None:

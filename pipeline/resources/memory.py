@@ -109,6 +109,11 @@ def _undealt(kind: str, learner: LearnerConfig, shape: Shape) -> list[str]:
     problems: list[str] = []
     stages, size = learner.pipeline_parallel, learner.expert_parallel
     tensor, sequence = learner.tensor_parallel, learner.sequence_parallel
+    unknown = f"{shape.name} is of no family that is shared so (docs/models.md); set it to 1"
+    if stages > 1 and not shape.staged:
+        problems.append(f"{kind}.pipeline_parallel={stages}: {unknown}")
+    if sequence > 1 and not shape.packs:
+        problems.append(f"{kind}.sequence_parallel={sequence}: {unknown}")
     if stages > shape.layers:
         problems.append(f"{kind}.pipeline_parallel={stages}: the model has {shape.layers} layers; take no more stages")
     if size > 1 and (not shape.experts or shape.experts % size):

@@ -108,10 +108,14 @@ def attend(
         way = way if s_aux is None else replace(way, sinks=segments.ulysses.own_heads(s_aux))
     if segments.keys is not None:
         k, v = k[segments.keys], v[segments.keys]
-    kernel = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
-    known = q.shape[-1] <= FLASH_HEAD and way.softcap is None
-    found = (_flash if kernel and known else _loop)(q, k, v, way, segments)
+    kernel = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and is_known(q, way)
+    found = (_flash if kernel else _loop)(q, k, v, way, segments)
     return (segments.ulysses.to_tokens(found) if segments.ulysses else found)[None], None
+
+
+def is_known(q: torch.Tensor, way: Way) -> bool:
+    """Flash attention's kernel can do it."""
+    return q.shape[-1] <= FLASH_HEAD and way.softcap is None
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: Way, segments: Segments) -> torch.Tensor:
@@ -167,7 +171,9 @@ def _last_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: Way) -> tor
     if way.scored:
         if not torch.is_grad_enabled():
             return _scored(q, k, v, mask, way)
-        found: torch.Tensor = checkpoint(_scored, q, k, v, mask, way, use_reentrant=False)  # scores are not kept
+        found: torch.Tensor = checkpoint(
+            _scored, q, k, v, mask, way, use_reentrant=False, preserve_rng_state=False
+        )  # scores are not kept
         return found
     gqa = q.shape[1] != k.shape[1]
     if gqa and q.is_cuda:  # torch's only kernel that shares heads there makes all scores, and keeps them
@@ -178,19 +184,21 @@ def _last_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: Way) -> tor
 
 def _scored(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, way: Way) -> torch.Tensor:
     """Attention by its scores, in fp32. ``mask``: bool, or what is added to them."""
-    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+    rows, heads, queries, _ = q.shape
+    # Heads that share keys and values lie below each other, so that these need not be repeated.
+    below = (rows, k.shape[1], heads // k.shape[1] * queries)
     scale = q.shape[-1] ** -0.5 if way.scaling is None else way.scaling
-    scores = q.float() @ k.float().transpose(-1, -2) * scale
+    scores = (q.reshape(*below, -1).float() @ k.float().transpose(-1, -2)).view(rows, heads, queries, -1) * scale
     if way.softcap is not None:
         scores = way.softcap * (scores / way.softcap).tanh()
     if mask is not None:
         lowest = torch.finfo(scores.dtype).min  # not -inf: padding may see nothing at all, and its keys are kept
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
     if way.sinks is not None:
-        sinks = way.sinks.float()[None, :, None, None].expand(len(q), -1, q.shape[2], 1)
+        sinks = way.sinks.float()[None, :, None, None].expand(rows, -1, queries, 1)
         scores = torch.cat([scores, sinks], -1)
-    shares = scores.softmax(-1)[..., : k.shape[2]]
-    return shares.to(v.dtype) @ v
+    shares = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype)
+    return (shares.reshape(*below, -1) @ v).view(rows, heads, queries, -1)
 
 
 def _added(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:

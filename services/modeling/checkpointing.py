@@ -13,7 +13,7 @@ KEPT = frozenset(
     getattr(library, name).default
     for library in (torch.ops.aten, torch.ops.torch_attn)
     for name in (
-        "mm", "addmm", "bmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+        "mm", "addmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
         "_flash_attention_forward", "_varlen_attn",
     )

@@ -126,7 +126,8 @@ class Shape:
     def stage(self, number: int, count: int) -> Shape:
         """What a pipeline's stage ``number`` of ``count`` has."""
         first, end = stage_layers(self.layers, count)[number]
-        return replace(self, layers=end - first, begins=number == 0, ends_here=number == count - 1)
+        dense = max(0, min(end, self.dense) - first)
+        return replace(self, layers=end - first, dense=dense, begins=number == 0, ends_here=number == count - 1)
 
     @property
     def whole(self) -> bool:
@@ -313,7 +314,7 @@ def _mixture(data: Mapping[str, Any]) -> dict[str, Any]:
 def _linear(data: Mapping[str, Any]) -> dict[str, Any]:
     """Of a `Shape`, what is said of layers of linear attention beside those that attend."""
     layers, every = data["num_hidden_layers"], data.get("full_attention_interval", 4)
-    kinds = data.get("layer_types") or [*(every - 1) * ["linear_attention"], "full_attention"] * (layers // every)
+    kinds = data.get("layer_types") or ["linear" if (i + 1) % every else "full_attention" for i in range(layers)]
     linear = Linear(
         data["linear_num_value_heads"], data["linear_num_key_heads"], data["linear_value_head_dim"],
         data["linear_key_head_dim"], data["linear_conv_kernel_dim"],

@@ -25,13 +25,13 @@ STAGED = PLAIN | {
 """Families whose layers are all there is between the embedding and the last norm: they can be cut into stages. Not so
 Granite, which scales what is embedded, and Gemma 4, some of whose layers read ids too."""
 TENSOR = PLAIN | {
-    "mistral", "ministral3", "gemma2", "gemma3_text", "gemma4_text", "glm4_moe", "deepseek_v3", "smollm3", "granite",
+    "mistral", "ministral3", "gemma2", "gemma3_text", "gemma4_text", "glm4_moe", "smollm3", "granite",
     "seed_oss", "exaone4", "cohere2", "ernie4_5", "starcoder2", "qwen2_5_vl", "gemma3", "gemma4", "mistral3",
 }  # fmt: skip
 """Families whose matrices tensor parallelism cuts, and with them what is kept of each token."""
 TENSOR_WHOLE = {
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "glm4", "olmo2", "olmo3", "phi3", "olmoe", "minimax_m2",
-    "qwen3_5", "qwen3_5_moe",
+    "qwen3_5", "qwen3_5_moe", "deepseek_v3",
 }  # fmt: skip
 """Families of which it cuts matrices, and each rank keeps all that some of them give."""
 TIED = {"cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3", "vaultgemma"}
@@ -46,7 +46,7 @@ MIXTURES = IN_MATRICES - {"qwen2_moe"} | {"gpt_oss", "minimax_m2", "granitemoehy
 """Mixtures whose experts may be dealt out over ranks, and whose routing is noted and replayed."""
 LINEAR = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 """Families some of whose layers have linear attention (Gated DeltaNet), and others a gate behind theirs."""
-UNCOUNTED = {"falcon_h1", "gpt_neox", "starcoder2"}
+UNCOUNTED = {"falcon_h1", "nemotron_h", "lfm2", "granitemoehybrid", "gemma4_text", "gpt_neox", "starcoder2"}
 """Families whose config.json reads like that of a plain decoder, which they are not."""
 COUNTED_MIXTURES = MIXTURES - {"deepseek_v3", "granitemoehybrid", "qwen3_5_moe"}
 """Mixtures whose sizes are counted; of one that sees its decoder's."""

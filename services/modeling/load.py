@@ -67,6 +67,19 @@ def with_head(config: Any, head: Head) -> Any:
     return AutoModelForTokenClassification
 
 
+def check_whole(config: Any, path: str, key: str = "model.path") -> None:
+    """Raises `ModelError` where the files of the model at ``path``, of transformers' ``config``, have codes in the
+    place of weights (FP8, MXFP4), from which nobody can go on training."""
+    told = getattr(config, "quantization_config", None) or {}
+    if told:
+        method = told.get("quant_method") if isinstance(told, dict) else getattr(told, "quant_method", None)
+        raise ModelError(
+            f"{key}: {path} is quantized ({getattr(method, 'value', method)}), and only whole weights can be trained: "
+            "take a copy in bfloat16, which the hub often has, or write one with transformers (from_pretrained with "
+            "dequantize, then save_pretrained)"
+        )
+
+
 def load_model(path: str, dtype: str, device: torch.device, key: str = "model.path", head: Head = "language") -> Any:
     """A causal language model of transformers, from a folder or a hub name, which the config's ``key`` gives; or that
     model with another ``head``: a "value" one that the files lack is 0, since no state is worth more than another yet.
@@ -97,6 +110,7 @@ def empty_model(path: str, head: Head = "language", key: str = "model.path") -> 
     from transformers import GenerationConfig
 
     config = load_config(path, key)
+    check_whole(config, path, key)
     try:
         with torch.device("meta"):
             model = with_head(config, head).from_config(config, dtype=MASTER, attn_implementation=attention_of(config))

@@ -146,7 +146,9 @@ def layout_of(model: Any, trajectories: Sequence[Trajectory] = ()) -> Layout:
     kinds = set(getattr(text, "layer_types", None) or ())
     window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
     plain = kinds == {"full_attention"} if kinds else window is None
-    return "either" if plain and not is_recurrent(text) and not soft_cap(text) else "packed"
+    if is_recurrent(text):
+        return "whole"
+    return "either" if plain and not soft_cap(text) else "packed"
 
 
 class _Known(BaseModelOutputWithPast):

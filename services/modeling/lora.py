@@ -59,6 +59,10 @@ class Adapter:
         return cls(config.rank, config.alpha, config.targets, config.variant, begun, config.quantize == "nf4")
 
 
+PASSED_BY = (".mamba.out_proj", ".mixer.out_proj")
+"""Layers of Mamba whose matrix a kernel is given, past whatever is put around it."""
+
+
 def inject(model: Any, adapter: Adapter, base: str) -> None:
     """Puts peft's layers into ``model``, in place, on its device; everything else of it is frozen. ``base`` is where it
     came from, for who loads the adapter. Raises `SetupError`."""
@@ -82,6 +86,8 @@ def inject(model: Any, adapter: Adapter, base: str) -> None:
     except ValueError as error:  # one that cannot be adapted
         raise SetupError(f"trainer.lora.targets: {' '.join(str(error).split())[:300]}") from error
     for name, layer in model.named_modules():
+        if hasattr(layer, "lora_A") and name.endswith(PASSED_BY):
+            raise SetupError(f"trainer.lora.targets: {name}: its kernel is given its matrix alone; name others")
         if hasattr(layer, "lora_A") and type(layer.base_layer) is not torch.nn.Linear:
             kind = type(layer.base_layer).__name__
             raise SetupError(f"trainer.lora.targets: {name} is a {kind}; only linear layers can be merged: name others")
@@ -123,7 +129,7 @@ def _all_linear(model: Any) -> list[str]:
     blocks = tuple(name.removesuffix("experts") for name, _ in model.named_modules() if name.endswith(".experts"))
     for name, module in model.named_modules():
         if id(module) not in beside and name:
-            plain = type(module) is torch.nn.Linear and module is not head
+            plain = type(module) is torch.nn.Linear and module is not head and not name.endswith(PASSED_BY)
             linear[plain and not (blocks and name.startswith(blocks))].add(name)
     if not linear[True]:
         raise SetupError(

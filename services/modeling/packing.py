@@ -28,9 +28,9 @@ from penstock.services.runtime import health
 
 MASKED_ROW_TOKENS = 1024
 """Longest row whose attention has a dense mask, which grows with the square."""
-Layout = Literal["apart", "either", "packed"]
+Layout = Literal["apart", "either", "packed", "whole"]
 """What a model takes: a row for each trajectory, padded; rows in which trajectories share a prompt, packed or with a
-mask; the packed ones alone."""
+mask; the packed ones alone; these, though some layers read each trajectory with its prompt (`state_mixers`)."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,8 @@ class _Row:
     """Length of the prompt; 0 for a trajectory that stands alone."""
     members: tuple[int, ...]
     length: int
+    whole: int
+    """Tokens of its members, each with the prompt."""
 
 
 @dataclass(frozen=True)
@@ -192,8 +194,8 @@ def plan_passes(
     with `Rows.routing`, of trajectories whose routing is of one model.
     """
     longest = max((len(trajectory.tokens) for trajectory in trajectories), default=0)
-    if layout == "packed" or (layout == "either" and (device.type == "cuda" or longest > MASKED_ROW_TOKENS)):
-        for drafts in _plan_packed(trajectories, groups, token_budget, routed):
+    if layout in ("packed", "whole") or (layout == "either" and (device.type == "cuda" or longest > MASKED_ROW_TOKENS)):
+        for drafts in _plan_packed(trajectories, groups, token_budget, routed, layout == "whole"):
             yield Pass(trajectories, tuple(drafts), True, device, routed)
         return
     rows = _rows(trajectories, groups, min(token_budget, MASKED_ROW_TOKENS), layout == "either", routed)
@@ -209,32 +211,43 @@ def plan_passes(
 
 
 def _plan_packed(
-    trajectories: Sequence[Trajectory], groups: Sequence[int] | np.ndarray, token_budget: int, routed: bool
+    trajectories: Sequence[Trajectory], groups: Sequence[int] | np.ndarray, token_budget: int, routed: bool, whole: bool
 ) -> Iterator[list[_Row]]:
     some: list[_Row] = []
-    for row in _rows(trajectories, groups, token_budget, True, routed):
-        if some and sum(other.length for other in some) + row.length > token_budget:
+    taken = 0
+    for row in _rows(trajectories, groups, token_budget, True, routed, whole):
+        size = row.whole if whole else row.length
+        if some and taken + size > token_budget:
             yield some
-            some = []
+            some, taken = [], 0
         some.append(row)
+        taken += size
     if some:
         yield some
 
 
 def _rows(
-    trajectories: Sequence[Trajectory], groups: Sequence[int] | np.ndarray, limit: int, share: bool, routed: bool
+    trajectories: Sequence[Trajectory],
+    groups: Sequence[int] | np.ndarray,
+    limit: int,
+    share: bool,
+    routed: bool,
+    whole: bool = False,
 ) -> list[_Row]:
+    """Each of at most ``limit`` tokens, where it has several members; of members that count ``whole``, of so many."""
     rows: list[_Row] = []
     for index, trajectory in enumerate(trajectories):
         size = len(trajectory.tokens)
         prompt = _prompt_length(trajectory)
         last = rows[-1] if rows and share else None
-        if last and groups[last.members[0]] == groups[index] and last.length + size - prompt <= limit:
+        grown = 0 if not last else last.whole + size if whole else last.length + size - prompt
+        if last and groups[last.members[0]] == groups[index] and grown <= limit:
             first = trajectories[last.members[0]]
             if last.prompt == prompt and _same_prompt(first, trajectory, prompt, routed):
-                rows[-1] = _Row(prompt, (*last.members, index), last.length + size - prompt)
+                members = (*last.members, index)
+                rows[-1] = _Row(prompt, members, last.length + size - prompt, last.whole + size)
                 continue
-        rows.append(_Row(prompt, (index,), size))
+        rows.append(_Row(prompt, (index,), size, size))
     return rows
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from penstock.services.modeling.pinned import to_device
 from penstock.services.modeling.towers import decoder_of
 
-ALIKE = 0.5
+ALIKE = 0.75
 """Sequences that lie below each other have at least this share of the longest one's tokens."""
 
 

@@ -16,7 +16,7 @@ from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.trainer_memory import GIB, trainer_parts
 from penstock.services.modeling.decoder_shape import Shape, described_by
 from penstock.services.modeling.experts import experts_of, mixture_layers
-from penstock.services.modeling.families import PLAIN, STAGED, TIED
+from penstock.services.modeling.families import LINEAR, PLAIN, STAGED, TIED, UNCOUNTED
 from penstock.services.modeling.lengths import positions_of
 from penstock.services.modeling.load import load_config, with_head
 from penstock.services.modeling.towers import towers
@@ -58,7 +58,7 @@ def test_positions_are_those_that_a_run_has(tmp_path: Path, rope: dict[str, Any]
     assert not plan(load(Path("configs/grpo-8b.yaml"), keys)).problems
 
 
-@pytest.mark.parametrize("family", sorted(PLAIN | STAGED | TIED))
+@pytest.mark.parametrize("family", sorted((PLAIN | STAGED | TIED) - LINEAR - UNCOUNTED))
 def test_a_head_is_the_embedding_where_transformers_says_so(tmp_path: Path, family: str) -> None:
     """Gemma's files, for one, do not say it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -88,6 +88,24 @@ def test_a_family_is_counted_rightly_or_not_at_all(family: str) -> None:
     assert shape.parameters == sum(matrix.numel() for matrix in matrices if matrix.ndim > 1)
     experts = experts_of(config.get_text_config())
     assert (shape.experts, shape.mixtures) == (experts, experts and len(mixture_layers(config.get_text_config())))
+
+
+def test_what_a_stage_has_of_layers_that_differ() -> None:
+    config = families.config_of("glm4_moe")
+    config.num_hidden_layers, config.first_k_dense_replace = 6, 3
+    shape = described_by("glm", config.to_dict())
+    assert shape
+    stages = [shape.stage(number, 3) for number in range(3)]
+    assert [stage.mixtures for stage in stages] == [0, 1, 2]
+    assert sum(stage.parameters for stage in stages) == shape.parameters
+
+
+@pytest.mark.parametrize("layers", [3, 4, 10])
+def test_every_fourth_layer_attends_where_a_file_does_not_say_which(layers: int) -> None:
+    data = families.config_of("qwen3_next").to_dict() | {"num_hidden_layers": layers}
+    del data["layer_types"]
+    shape = described_by("next", data)
+    assert shape and shape.attending == layers // 4 / layers
 
 
 NOT_COUNTED = {

@@ -86,7 +86,8 @@ def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(nvml: FakeNvml
 @pytest.mark.parametrize(
     ("family", "packages"),
     [("qwen3_5", "causal-conv1d flash-linear-attention"), ("qwen3_next", "causal-conv1d flash-linear-attention"),
-     ("lfm2", "causal-conv1d"), ("nemotron_h", "causal-conv1d mamba-ssm"), ("qwen3", "")],
+     ("lfm2", "causal-conv1d"), ("granitemoehybrid", "causal-conv1d mamba-ssm"),
+     ("nemotron_h", "causal-conv1d mamba-ssm"), ("qwen3", "")],
 )  # fmt: skip
 def test_kernels_that_a_model_would_be_faster_with_are_named(
     nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, packages: str

@@ -14,7 +14,7 @@ from penstock.protocols.experience import Trajectory
 from penstock.services.modeling.dropout import without_dropout
 from penstock.services.modeling.experts import as_in_files
 from penstock.services.modeling.families import MIXTURES, STAGED, TENSOR, TENSOR_WHOLE, is_recurrent
-from penstock.services.modeling.load import load_config, load_model, with_head
+from penstock.services.modeling.load import load_config, load_model
 from penstock.services.modeling.logprobs import layout_of, logprobs
 from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.packing import Layout, plan_rows
@@ -83,17 +83,6 @@ def test_a_family_is_what_the_page_says(family: str, tmp_path: Path, monkeypatch
     trained = [name for name, parameter in half(Adapter(4, 8, ())).named_parameters() if parameter.requires_grad]
     assert trained and all(".lora_" in name for name in trained)
     assert not any(name.startswith(tower) for name in trained for tower in towers(learned))
-
-
-def test_ranks_that_know_a_part_of_a_rows_positions_do_not_share_it() -> None:
-    """Whose frequencies follow from the largest of them."""
-    config = families.config_of("phi3")
-    with torch.device("meta"):
-        model = with_head(config, "language").from_config(config)
-    check_shares_rows(model)
-    model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
-    with pytest.raises(SetupError, match=r"sequence_parallel: phi3 .* \(rope_type longrope\)"):
-        check_shares_rows(model)
 
 
 WHOLE = {"minimax_m2", "falcon_h1"}

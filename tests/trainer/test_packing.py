@@ -79,6 +79,21 @@ def test_gradients_through_packed_rows_are_those_of_separate_ones(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+def test_what_layers_with_a_state_read_stays_within_the_budget() -> None:
+    """They read each answer with its prompt, though the row has that once."""
+    random = np.random.default_rng(0)
+    made = [make_group(random, number, 6) for number in range(3)]
+    trajectories = [t for group in made for t in group.trajectories]
+    numbers = [group.number for group in made for _ in group.trajectories]
+    found, shared = [], 0
+    for each in plan_passes(trajectories, numbers, 60, torch.device("cpu"), "whole"):
+        read = sum(len(trajectories[index].tokens) for index in each.index)
+        assert read <= 60 or len(each.index) == 1
+        shared += read > each.real
+        found += each.index
+    assert sorted(found) == list(range(len(trajectories))) and shared
+
+
 FAMILIES: dict[str, dict[str, int]] = {
     "gemma2": {}, "cohere": {}, "granite": {}, "gpt2": {}, "mamba": {},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 64},

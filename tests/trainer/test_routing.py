@@ -102,7 +102,8 @@ def of_family(family: str, experts: int) -> Any:
     """A tiny one with random weights, whose routers' weights sum to the same whatever they choose."""
     config = families.config_of(family)
     text = config.get_text_config()
-    wanted = {"num_experts": experts, "num_local_experts": experts, "n_routed_experts": experts, "norm_topk_prob": True}
+    counts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), experts)
+    wanted = {**counts, "norm_topk_prob": True, "n_group": experts // 2}
     for name in wanted.keys() & {name for name in wanted if hasattr(text, name)}:
         setattr(text, name, wanted[name])
     torch.manual_seed(0)

@@ -83,13 +83,6 @@ def check_shares_rows(model: Any) -> None:
         raise SetupError(
             f"sequence_parallel: it cuts packed rows between their tokens, which {family} does not take; set it to 1"
         )
-    rope = getattr(text, "rope_parameters", None) or {}
-    kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
-    if kind := kinds & {"dynamic", "longrope"}:
-        raise SetupError(
-            f"sequence_parallel: {family} turns positions by the largest of a row (rope_type {kind.pop()}), and each "
-            "rank would see its own part's; set it to 1"
-        )
 
 
 def forward(model: Any, rows: Rows, temperature: float) -> torch.Tensor:

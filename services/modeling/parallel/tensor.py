@@ -49,13 +49,14 @@ def cut_layers(model: Any, world: World) -> None:
             f"tensor_parallel: transformers' plan for {config.model_type} says {odd[0]}, which is not known "
             "here; set it to 1"
         )
-    heads = {"attention heads": config.num_attention_heads, "heads of keys": config.num_key_value_heads}
     named = {name.removeprefix("layers.*."): style for name, style in plan.items() if style in STYLES}
     for layer in held_layers(model):
-        _check_even(size, heads | _features(layer, named))
+        _check_even(size, _features(layer, named))
         styles = {name: STYLES[style]() for name, style in named.items()}
         parallelize_module(layer, world.tensor_mesh, styles, src_data_rank=None)
-    parts = tuple(name.rpartition(".")[2] for name, style in plan.items() if style == PARTIAL)
+    parts = {name.rpartition(".")[2] for name, style in plan.items() if style == PARTIAL}
+    if named.get("self_attn.q_proj") == "colwise":
+        parts |= {"q_norm", "k_norm"}  # of single heads, in whatever families have them
     mine = {id(parameter) for layer in held_layers(model) for parameter in layer.parameters()}
     every = [name for name, parameter in model.named_parameters() if id(parameter) in mine]
     model.penstock_partial = [name for name in every if name.split(".")[-2] in parts]
@@ -63,12 +64,15 @@ def cut_layers(model: Any, world: World) -> None:
 
 def _features(layer: nn.Module, named: Mapping[str, str]) -> dict[str, int]:
     """What is cut of the matrices of ``layer`` that are ``named``, each with how."""
-    within = {name: module for name, module in layer.named_modules() if name in named}
-    return {
-        f"features of {name}": module.out_features if named[name].startswith("colwise") else module.in_features
-        for name, module in within.items()
-        if isinstance(module, nn.Linear)
-    }
+    found: dict[str, int] = {}
+    for name, module in layer.named_modules():
+        if name in named and isinstance(module, nn.Linear):
+            by_rows = named[name].startswith("colwise")
+            found[f"features of {name}"] = module.out_features if by_rows else module.in_features
+            size = getattr(layer.get_submodule(name.rpartition(".")[0]), "head_dim", None)
+            if size and name.endswith(("q_proj", "k_proj", "v_proj")) and named[name] == "colwise":
+                found[f"heads of {name}"] = module.out_features // size
+    return found
 
 
 def _check_even(size: int, counts: Mapping[str, int]) -> None:

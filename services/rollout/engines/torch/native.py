@@ -216,6 +216,13 @@ def head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def kv_numbers(config: Any) -> int:
+    """Numbers that all layers keep of one token, keys and values, which may differ from layer to layer."""
+    heads = (getattr(each, "num_key_value_heads", None) or each.num_attention_heads for each in config.per_layer_config)
+    sizes = (head_dim(each) for each in config.per_layer_config)
+    return sum(2 * count * size for count, size in zip(heads, sizes, strict=True))
+
+
 def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 

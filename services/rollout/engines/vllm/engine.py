@@ -113,9 +113,7 @@ class VllmEngine(AsyncEngine):
         self._shared: list[HostBuffer] = []
         self._processes: list[psutil.Process] = []
         environment(threads)
-        heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
-        itemsize = DTYPES[dtype].itemsize
-        kv = 2 * model_config.num_hidden_layers * heads * native.head_dim(model_config) * itemsize
+        kv = native.kv_numbers(model_config) * DTYPES[dtype].itemsize
         arguments = engine_arguments(
             config, model_path, dtype, self._raw, kv, positions, sampling.top_k, self._routed, sleeps, beside,
             head_dtype, is_recurrent(model_config), pictures is not None,
