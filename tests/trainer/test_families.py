@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,16 @@ def test_a_family_is_what_the_page_says(family: str, tmp_path: Path, monkeypatch
     trained = [name for name, parameter in half(Adapter(4, 8, ())).named_parameters() if parameter.requires_grad]
     assert trained and all(".lora_" in name for name in trained)
     assert not any(name.startswith(tower) for name in trained for tower in towers(learned))
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_nobody_goes_on_from_codes_in_the_place_of_weights(method: str, tmp_path: Path) -> None:
+    """Their names and shapes may be those of weights."""
+    families.write("deepseek_v3", tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": method}}))
+    with pytest.raises(SetupError, match=rf"model.path: {tmp_path} is quantized \({method}\), and only whole"):
+        load_trainable(str(tmp_path), World(CPU), CPU, "float32")
 
 
 WHOLE = {"minimax_m2", "falcon_h1"}
