@@ -58,6 +58,13 @@ def keeps_state(kinds: Iterable[str]) -> bool:
     return any(kind.startswith(("linear", "mamba", "conv", "recurrent", "hybrid")) for kind in kinds)
 
 
+def window_of(text_config: Any) -> int | None:
+    """Tokens that sliding layers look back on, in a model with transformers' config; None: none slides."""
+    used = getattr(text_config, "use_sliding_window", True)
+    found: int | None = getattr(text_config, "sliding_window", None) if used else None
+    return found
+
+
 def soft_cap(text_config: Any) -> float | None:
     """Below which the scores of attention are drawn, in a model with transformers' config (Gemma 2)."""
     found: float | None = getattr(text_config, "attn_logit_softcapping", None)

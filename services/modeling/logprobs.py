@@ -14,7 +14,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from penstock.protocols.experience import Trajectory
 from penstock.services.modeling.attention import Segments
 from penstock.services.modeling.candidates import Candidates
-from penstock.services.modeling.families import BOTH_WAYS, OUR_ATTENTION, PACKED, PLAIN, is_recurrent, soft_cap
+from penstock.services.modeling.families import (
+    BOTH_WAYS,
+    OUR_ATTENTION,
+    PACKED,
+    PLAIN,
+    is_recurrent,
+    soft_cap,
+    window_of,
+)
 from penstock.services.modeling.packing import Layout, Rows, Shown
 from penstock.services.modeling.parallel.sequence import SequenceParallel
 from penstock.services.modeling.parallel.stages import Stage
@@ -144,8 +152,7 @@ def layout_of(model: Any, trajectories: Sequence[Trajectory] = ()) -> Layout:
     if family not in PACKED or (family in BOTH_WAYS and any(each.pictures for each in trajectories)):
         return "apart"
     kinds = set(getattr(text, "layer_types", None) or ())
-    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
-    plain = kinds == {"full_attention"} if kinds else window is None
+    plain = kinds == {"full_attention"} if kinds else window_of(text) is None
     if is_recurrent(text):
         return "whole"
     return "either" if plain and not soft_cap(text) else "packed"

@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from penstock.services.modeling.families import window_of
 from penstock.services.modeling.precision import LOGITS
 from penstock.services.rollout.engines.torch.cache import SlotCache
 from penstock.services.rollout.engines.torch.transformers_model import Shown, TransformersModel, logit_rows
@@ -70,7 +71,7 @@ class HostedModel(TransformersModel):
         super().__init__(config, dtype, device, head_dtype)
         self._text = text = config.get_text_config()
         self._check_kinds()
-        window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+        window = window_of(text)
         self._window = window if window and window < length else None
         """Tokens that sliding layers look back on, where sequences may be longer."""
         self._by_kind = self._window is not None and SLIDING in (getattr(text, "layer_types", None) or ())
