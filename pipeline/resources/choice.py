@@ -222,9 +222,9 @@ def shape_words(trainer: TrainerConfig) -> str:
 
 
 def memory_words(trainer: TrainerConfig) -> str:
-    """``all off act``: what spares memory."""
-    checkpointing = {True: "all", "selective": "part", False: ""}[trainer.gradient_checkpointing]
-    words = (checkpointing, "off" * trainer.offload, "act" * trainer.offload_activations)
+    """``ckpt host act``: what spares memory."""
+    checkpointing = {True: "ckpt", "selective": "part", False: ""}[trainer.gradient_checkpointing]
+    words = (checkpointing, "host" * trainer.offload, "act" * trainer.offload_activations)
     return " ".join(filter(None, words))
 
 

@@ -87,8 +87,7 @@ def too_large(config: Config, room: float | None) -> list[str]:
     if config.with_critic and (need := critic_gib(config, room) or 0.0) > room:
         problems.append(
             f"critic.ranks={config.critic.ranks}: about {need:.0f} GiB a rank do not fit GPUs of {room:.3g} GiB; "
-            "take more ranks, critic.gradient_checkpointing, fewer critic.tokens_per_micro_batch, or a smaller "
-            "model (critic.path)"
+            f"take more ranks, {_spared_by('critic', config.critic)}, or a smaller model (critic.path)"
         )
     return problems
 
@@ -211,10 +210,26 @@ def _plan_trainer(config: Config, shape: Shape, found: Plan) -> None:
         )
         return
     fits = _ranks_that_fit(shape, trainer, room, staged(config))
-    hint = f"{fits} ranks with gradient_checkpointing would do" if fits else "take fewer tokens_per_micro_batch"
+    spared = "" if trainer.gradient_checkpointing is True else " with trainer.gradient_checkpointing=true"
+    hint = f"{fits} ranks{spared} would do; or " if fits else ""
     found.problems.append(
-        f"trainer.ranks={trainer.ranks}: about {need:.0f} GiB a rank do not fit GPUs of {room:g} GiB; {hint}"
+        f"trainer.ranks={trainer.ranks}: about {need:.0f} GiB a rank do not fit GPUs of {room:g} GiB; {hint}take "
+        f"{_spared_by('trainer', trainer)}"
     )
+
+
+def _spared_by(kind: str, learner: LearnerConfig) -> str:
+    """What makes a rank smaller and is not done yet, e.g. ``fewer trainer.tokens_per_micro_batch``."""
+    words = [f"fewer {kind}.tokens_per_micro_batch"]
+    if learner.gradient_checkpointing is not True:
+        words.append(f"{kind}.gradient_checkpointing=true")
+    if not learner.offload and learner.tensor_parallel == 1:
+        words.append(f"{kind}.offload=true")
+    if isinstance(learner, TrainerConfig) and learner.lora is None:
+        words.append("an adapter (trainer.lora)")
+    elif isinstance(learner, TrainerConfig) and learner.lora and not learner.lora.quantize:
+        words.append("an adapter of a model in 4 bits (trainer.lora.quantize=nf4)")
+    return " or ".join(words)
 
 
 def _ranks_that_fit(shape: Shape, trainer: TrainerConfig, room: float, beside: Staged) -> int | None:
@@ -238,8 +253,7 @@ def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> N
     if peak > room:
         found.problems.append(
             f"run.placement=colocated: a trainer's rank beside who sleeps takes {peak:.0f} GiB of a GPU's {room:g}; "
-            "take fewer trainer.tokens_per_micro_batch, gradient_checkpointing or offload, or an adapter of a model in "
-            "4 bits (trainer.lora.quantize)"
+            f"take {_spared_by('trainer', config.trainer)}"
         )
     engine = config.rollout.engine
     if isinstance(engine, PluginEngineConfig | NoEngineConfig):

@@ -182,4 +182,4 @@ def waits_for_agents(folder: Path) -> str:
 
 def go_on(folder: Path) -> str:
     """The command that goes on with a run that has stopped."""
-    return f"go on with: penstock run --resume {shlex.quote(str(folder))}"
+    return f"go on with: penstock run --resume {shlex.quote(str(folder))} (and keys that are to change: KEY=VALUE)"

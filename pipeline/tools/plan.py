@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import shlex
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -119,8 +120,9 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
         f"and {LINK_SHARE:.0%} of what connects GPUs, for comparing layouts: not measured. "
         "Shape: replicas (R), sequence (SP), tensor (TP), expert (EP) "
         "and pipeline parallelism (PP). "
-        "Spares: memory, by computing again all or part of what a layer gave (gradient_checkpointing), and by keeping "
-        "weights (off) or activations (act) on the host (offload, offload_activations). GiB of a rank. Rollouts: "
+        "Spares: memory, by computing again what a layer gave (ckpt: gradient_checkpointing=true) or part of it (part: "
+        "selective), and by keeping weights (host: offload) or activations (act: offload_activations) on the host. GiB "
+        "of a rank. Rollouts: "
         "engines x GPUs; *: on the trainer's own (run.placement=colocated). Seconds of a step: the trainer's, the "
         "rollouts', of both side by side (*: in turn), and of one after the other (gate.max_lag=0); a critic's are in "
         "the last two",
@@ -154,15 +156,18 @@ def _node_gib(needs: HostNeeds, config: Config) -> float:
     return needs.trainer_node(config) + needs.guests(config)
 
 
+def _seconds(value: float) -> str:
+    return f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
+
+
 def _print_table(console: Console, title: str, rows: list[Layout], count: int, device: Device) -> None:
-    table = Table(title=f"{count} x {device.name}, {title}: the fastest that fit")
+    table = Table(title=f"{count} x {device.name}, {title}: the fastest that fit", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("ranks", "shape", "spares", "GiB", "rollouts", "train", "gen", "step", "sync"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         engines = f"{row.rollouts} x {row.tensor_parallel}{' *' * row.colocated}"
         table.add_row(
             str(row.trainer.ranks), shape_words(row.trainer), memory_words(row.trainer), f"{row.trainer_gib:.1f}",
-            engines, f"{row.train_s:.1f}", f"{row.generate_s:.1f}", f"{row.step_s:.1f}",
-            f"{row.synchronous_s:.1f}",
+            engines, *map(_seconds, (row.train_s, row.generate_s, row.step_s, row.synchronous_s)),
         )  # fmt: skip
     console.print(table)

@@ -18,7 +18,7 @@ TOOLS_HANDLER = "penstock.services.environments.tools:ToolSessions"
 
 
 class EnvironmentConfig(Section):
-    """A task of several turns: a Python class that answers the policy. See docs/environments.md."""
+    """A task of several turns: a Python class that answers the policy."""
 
     environment: str
     """A name (``tools``), or ``module:Class`` of your own, e.g. ``my_env:Guess``: one object for each trajectory, with

@@ -115,6 +115,9 @@ def test_gpus_are_known_by_what_the_driver_calls_them() -> None:
         ("NVIDIA A100-SXM4-40GB", 40): "A100-40", ("NVIDIA A100-SXM4-80GB", 80): "A100", ("NVIDIA L4", 22.5): "L4",
         ("NVIDIA L40S", 45): "L40S", ("NVIDIA GeForce RTX 4090", 24): "RTX4090", ("NVIDIA H200", 140): "H200",
         ("NVIDIA H100 80GB HBM3", 79.6): "H100", ("NVIDIA A10G", 22.5): "A10",
+        ("NVIDIA RTX A6000", 47.99): "RTXA6000", ("NVIDIA GeForce RTX 3090", 24): "RTX3090",
+        ("NVIDIA GeForce RTX 5090", 31.8): "RTX5090",
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 95.6): "RTXPRO6000",
     }  # fmt: skip
     for (name, gib), wanted in names.items():
         assert device_called(name, gib) == DEVICES[wanted], name
