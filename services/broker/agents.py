@@ -110,7 +110,7 @@ class AgentDesk:
         if purpose == "train":
             return self._state.groups.gate.required_version(number), None
         round = self._state.evaluation.round
-        return -1, round.exact if round else None
+        return (round.least, round.exact) if round else (-1, None)
 
     # --- messages ----------------------------------------------------------------------------------------------------
 

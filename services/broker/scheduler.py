@@ -59,8 +59,14 @@ class Scheduler:
         alone = {leases.holder(lease.number) for lease in leases.open.values() if lease.attempt > SUSPECT_AFTER}
         rollouts = [r for r in rollouts if r.identity not in alone]
         self.grant_evaluation(Room(rollouts), now)
-        if state.progress.phase == "training" and state.evaluation.leases.waiting() is None:
+        if state.progress.phase == "training" and not self._evaluation_waits_for_room():
             self._grant_training(rollouts, now)
+
+    def _evaluation_waits_for_room(self) -> bool:
+        """Evaluation prompts go first, but for those that wait until a version is served."""
+        state = self._state
+        round = state.evaluation.round if state.evaluation.leases.waiting() else None
+        return round is not None and any(r.version >= round.least for r in state.members.of_kind("rollout"))
 
     def grant_evaluation(self, room: Room, now: float, anybody: bool = False) -> None:
         """Evaluation prompts to who has ``room`` and serves the round's version, or to ``anybody``."""
@@ -69,8 +75,8 @@ class Scheduler:
             if lease.attempt >= state.settings.broker.max_attempts:
                 state.drop_evaluation(lease.number, f"leased {lease.attempt} times without an answer")
                 continue
-            exact = state.evaluation.round.exact
-            rollout = room.take(None if anybody else -1 if exact is None else exact, exact is not None)
+            round = state.evaluation.round
+            rollout = room.take(None if anybody else round.least, round.exact is not None)
             if rollout is None:
                 return
             self.lease("eval", lease, rollout, now)

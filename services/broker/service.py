@@ -61,7 +61,11 @@ class Broker:
         progress.totals |= row["totals"]
         progress.tallies = {name: Tally(**said) for name, said in row.get("tallies", {}).items()}
         self._cut_short = row.get("evaluating")
-        state.consider_end()
+        early = row.get("early", {})
+        if early.get("by") != state.early["by"]:
+            state.consider_end()
+        elif early["reason"]:  # what came after it may have been better, and the trainer has left its last step
+            state.end_early(early["reason"])
         progress.training_since, progress.trained_until = row["training_since"], row["trained_until"]
         progress.started_at = row["started_at"]
         progress.checkpoints |= row.get("checkpoints", {})
@@ -91,6 +95,7 @@ class Broker:
             "checkpoints": dict(progress.checkpoints),
             "final_checkpoints": dict(progress.final_checkpoints),
             "learned": dict(progress.learned),
+            "early": state.early,
         }
         if row != self._written:
             self._written = row

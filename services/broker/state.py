@@ -326,7 +326,8 @@ class BrokerState:
             return
         reward = finished.mean()
         log.info("evaluated", label=finished.label, reward=reward, unusable=len(finished.unusable))
-        self.consider_end()
+        if self.progress.phase == "training":
+            self.consider_end()
         self.recorder.evaluation(
             {
                 "step": finished.step,
@@ -350,12 +351,22 @@ class BrokerState:
         prompts, best = self.settings.prompts, self.best(self.settings.prompts.stop_margin)
         if not prompts.stop_after or best is None or best.since < prompts.stop_after or self.progress.early:
             return
-        self.progress.early = (
+        self.end_early(
             f"{best.since} evaluations in a row were no better than {best.score:.4g}, after step {best.step} "
             "(prompts.stop_after)"
         )
-        log.info("the run ends early", reason=self.progress.early)
+
+    def end_early(self, reason: str) -> None:
+        """No step is taken any more."""
+        self.progress.early = reason
+        log.info("the run ends early", reason=reason)
         self.groups.steps = min(self.groups.steps, max(self.groups.ledger.length, 1))
+
+    @property
+    def early(self) -> dict[str, Any]:
+        """Why the run ends early, and by what keys that was found; of one that does not the reason is empty."""
+        prompts = self.settings.prompts
+        return {"reason": self.progress.early, "by": [prompts.stop_after, prompts.stop_margin, prompts.best_by]}
 
     def worth_keeping(self) -> list[int]:
         """Versions whose checkpoint is the best one, or may become so."""

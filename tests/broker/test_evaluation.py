@@ -60,7 +60,24 @@ def test_the_newest_evaluation_is_the_last() -> None:
         (number,) = evaluation.leases.open
         assert evaluation.finish(number, step, step, 1, 2) and evaluation.score(number, step / 100)
     assert list(evaluation.by_set.items())[-1] == ("after", {"easy": 0.4})
-    assert evaluation.course() == [(0, 0.0), (30, 0.3), (40, 0.4)]
+    assert evaluation.course() == [(0, 0.0), (20, 0.2), (30, 0.3), (40, 0.4)], "and none before is forgotten"
+
+
+def test_of_two_evaluations_of_the_same_version_one_counts() -> None:
+    evaluation = Evaluation(Volatile(), 1, [])
+    for label, step in (("step 10", 10), ("step 20", 20), ("after", 20)):
+        evaluation.start(label, step, None)
+        (number,) = evaluation.leases.open
+        assert evaluation.finish(number, step, step, 1, 2) and evaluation.score(number, 0.5)
+    assert evaluation.course() == [(10, 0.5), (20, 0.5)]
+
+
+def test_what_an_older_version_says_is_no_answer() -> None:
+    evaluation = Evaluation(Volatile(), 1, [])
+    evaluation.start("step 10", 10, exact=None)
+    (number,) = evaluation.leases.open
+    assert not evaluation.finish(number, 9, 10, 1, 4) and evaluation.leases.open
+    assert evaluation.finish(number, 10, 12, 1, 4) and not evaluation.leases.open
 
 
 def test_sampling_is_the_sets_own() -> None:

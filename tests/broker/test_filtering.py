@@ -17,8 +17,11 @@ from penstock.pipeline.run.summary import read_lines
 from penstock.protocols import messages as m
 from penstock.protocols.columns import Column, ColumnTable, WeightedSum
 from penstock.services.broker.config import ColumnFilter, RangeFilter, ReplayConfig, VarianceFilter
-from penstock.services.broker.rules.filtering import why_filtered
+from penstock.services.broker.rules.filtering import Verdict, why_filtered
+from penstock.services.broker.rules.gate import Gate
+from penstock.services.broker.rules.groups import GroupTracker
 from penstock.services.rollout.config import SamplingConfig
+from tests.broker.machine import COLUMNS, Memory
 from tests.broker.test_broker import B, Peer, Stage
 
 EXACT = Column(name="reward/exact", scorer="reward", nullable=True)
@@ -161,3 +164,15 @@ def test_a_rule_of_ones_own_holds_whichever_column_comes_last_and_whatever_dies_
     assert state["filtered"] == {"zero": 3} and state["dropped"] == 3  # counted once, and remembered
     stage.close()
     assert [json.loads(line)["group"] for line in (tmp_path / "dropped.jsonl").open()] == [0, 2, 5]
+
+
+def test_a_group_that_is_filtered_ends_a_series_of_drops() -> None:
+    groups = GroupTracker(Memory(), Gate(2, 2, 1), COLUMNS, 9, None, None, lambda _: None, lambda *_: None)
+    for kept in (False, True, False, False):
+        lease = groups.next_lease(0)
+        assert lease
+        if kept:
+            groups.filter(lease.number, Verdict("equal", "all rewards are 1"))
+        else:
+            groups.drop(lease.number, "its prompt cannot be used", "prompt")
+    assert groups.consecutive_drops == 2

@@ -114,10 +114,86 @@ def test_an_evaluation_that_was_cut_short_is_begun_again(tmp_path: Path, redis_u
     stage.close()
     again = Stage(tmp_path, redis_url, prompts=asked)
     again.load(rollout := again.rollout(incarnation="2"), 1)
-    assert {rollout.next(m.Lease).purpose for _ in range(2)} == {"eval"}
+    found: list[str] = []
+    while found.count("eval") < 2:
+        found.append(rollout.next(m.Lease).purpose)
     under_way = again.broker._state.evaluation.round
     assert under_way and (under_way.label, under_way.step) == ("step 1", 1)
     again.close()
+
+
+def test_an_evaluation_while_the_run_trains_waits_for_its_version_and_training_does_not(
+    tmp_path: Path, redis_url: str
+) -> None:
+    asked = PromptsConfig.model_validate(
+        {"train": {"type": "sort", "size": 50}, "eval": {"type": "sort", "size": 2, "seed": 1}, "eval_size": 2}
+        | {"eval_every": 1}
+    )
+    stage = Stage(tmp_path, redis_url, prompts=asked)
+    stage.broker._state.evaluation.results["before"], stage.broker._state.evaluation.steps["before"] = 0.5, 0
+    rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
+    reward.box.tell(m.Credit(total=1000))
+    first = rollout.leases(2 * B)
+    for lease in first[:B]:
+        rollout.finish(lease)
+    reward.score(B)
+    assert isinstance(stage.trainer.box.ask(m.Take(step=0), 10), m.Batch)
+    stage.trainer.box.ask(m.Commit(step=0, digest="digest-0", metrics={}), 5)
+    until(lambda: stage.broker._state.evaluation.round, 5, "the evaluation")
+    other = stage.rollout("rollout-1")
+    rollout.box.ask(m.StatusRequest(), 5)
+    assert other.box.inbox.empty() and rollout.box.inbox.empty(), "both serve version 0"
+    stage.load(other, 1)
+    found: list[str] = []
+    while found.count("eval") < 2:
+        found.append(other.next(m.Lease).purpose)
+    stage.close()
+
+
+def test_a_run_that_ends_early_does_so_whatever_the_last_evaluation_says(tmp_path: Path, redis_url: str) -> None:
+    """The trainer, which was told, takes no step any more."""
+    asked = PromptsConfig.model_validate(
+        {"train": {"type": "sort", "size": 50}, "eval": {"type": "sort", "size": 1, "seed": 1}, "eval_size": 1}
+        | {"eval_every": 1, "stop_after": 2}
+    )
+    broker = Broker(settings(tmp_path, prompts=asked, steps=20), redis_url)
+
+    def evaluated(label: str, step: int, reward: float) -> None:
+        evaluation = broker._state.evaluation
+        evaluation.start(label, step, None)
+        (number,) = evaluation.leases.open
+        assert evaluation.finish(number, step, step, 1, 2)
+        broker._state.record_evaluation(evaluation.score(number, reward))
+
+    broker._state.progress.phase = "training"
+    for step, reward in enumerate((0.5, 0.4, 0.3)):
+        evaluated(f"step {step}", step, reward)
+    assert "2 evaluations in a row" in broker._state.progress.early and broker._state.groups.steps == 1
+    broker._state.progress.phase = "evaluating_after"
+    evaluated("after", 3, 0.9)
+    broker._remember()
+    broker._commit()
+    broker._state.router.close()
+    again = Broker(settings(tmp_path, prompts=asked, steps=20), redis_url)
+    assert "2 evaluations in a row" in again._state.progress.early and again._state.groups.steps == 1
+    again._state.router.close()
+    other = Broker(settings(tmp_path, prompts=asked.model_copy(update={"stop_after": 0}), steps=20), redis_url)
+    assert not other._state.progress.early and other._state.groups.steps == 20, "a key was changed"
+    other._state.router.close()
+
+
+def test_prompts_that_were_passed_over_at_the_end_stay_so() -> None:
+    journal = Memory()
+
+    def tracker(last: int) -> GroupTracker:
+        """Whose curriculum finds nothing more to ask before draw ``last``."""
+        gate, nothing = Gate(2, 2, 1), lambda *_: None
+        return GroupTracker(journal, gate, COLUMNS, 9, 5, None, nothing, nothing, lambda draw: max(draw, last))
+
+    groups = tracker(5)
+    assert groups.next_lease(0) is None and groups.ended(0)
+    journal.commit()
+    assert tracker(0).ended(0), "what rests no more is not asked after all: nobody takes a step any more"
 
 
 def test_a_step_that_only_the_trainer_remembers_leaves_a_gap_in_the_archive(tmp_path: Path, redis_url: str) -> None:

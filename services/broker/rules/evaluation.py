@@ -17,7 +17,7 @@ from penstock.services.broker.rules.replay_buffer import Replay
 
 @dataclass(slots=True)
 class Round:
-    """One evaluation: ``exact`` is the version that every token must come from, None for whatever is served."""
+    """One evaluation: ``exact`` is the version that every token must come from, None for those from ``step`` on."""
 
     label: str
     step: int
@@ -31,6 +31,15 @@ class Round:
     """The oldest and the newest of each group's tokens."""
     unusable: list[str] = field(default_factory=list)
     """Why a prompt has no reward."""
+
+    @property
+    def least(self) -> int:
+        """The oldest version that a token may come from."""
+        return self.step if self.exact is None else self.exact
+
+    def answered_by(self, oldest: int, newest: int) -> bool:
+        """Tokens of these versions are an answer to it."""
+        return oldest >= self.least and (self.exact is None or newest == self.exact)
 
     @property
     def complete(self) -> bool:
@@ -121,7 +130,7 @@ class Evaluation:
         if self.round is None or lease is None:
             return False
         said = oldest >= 0  # where an environment failed at once, the policy has said nothing, in no version
-        if said and self.round.exact is not None and (oldest, newest) != (self.round.exact, self.round.exact):
+        if said and not self.round.answered_by(oldest, newest):
             self.leases.holds.free(number)
             return False
         self.leases.close(number)
@@ -154,20 +163,35 @@ class Evaluation:
         return self._end()
 
     def course(self, by: str | None = None) -> list[tuple[int, float]]:
-        """Step and mean reward of each evaluation that has one, in their order: over all prompts, or those of the set
-        ``by``."""
+        """Step and mean reward of each evaluation that has one, by step: over all prompts, or those of the set ``by``.
+        Of two after the same step the last one counts."""
         found = {label: self.by_set.get(label, {}).get(by) if by else reward for label, reward in self.results.items()}
-        return [(self.steps[label], reward) for label, reward in found.items() if reward is not None]
+        course: dict[int, float] = {}
+        for label, reward in found.items():
+            if reward is not None:
+                course[self.steps[label]] = reward
+        return sorted(course.items())
 
     def _end(self) -> Round | None:
         assert self.round
         if not self.round.complete:
             return None
         finished, self.round = self.round, None
+        self._put_aside(finished)
         row = {"reward": finished.mean(), "by_set": finished.means(), "step": finished.step, "made": self._made + 1}
         self._keep(finished.label, row)
         self._journal.put(self.TABLE, finished.label, row)
         return finished
+
+    def _put_aside(self, finished: Round) -> None:
+        """A run that goes on behind its end has another one ``after``: the one before is that of its step from now
+        on."""
+        label, step = finished.label, self.steps.get(finished.label, finished.step)
+        if step == finished.step or (other := f"step {step}") in self.results:
+            return
+        row = {"reward": self.results[label], "by_set": self.by_set[label], "step": step, "made": self._made + 1}
+        self._keep(other, row)
+        self._journal.put(self.TABLE, other, row)
 
     def _keep(self, label: str, row: Mapping[str, Any]) -> None:
         for known in (self.results, self.by_set, self.steps):

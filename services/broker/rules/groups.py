@@ -112,7 +112,7 @@ class GroupTracker:
             return None
         if version < self.gate.required_version(number):
             return None
-        self.leases.next_draw = self._choose(self.leases.next_draw)
+        self.leases.go_to(self._choose(self.leases.next_draw))
         return None if self.drawn_out else self.leases.new()
 
     def blocked_lease(self) -> int | None:
@@ -164,8 +164,9 @@ class GroupTracker:
         self._count_on()
 
     def filter(self, number: int, verdict: Verdict) -> None:
-        """The group is sound, but teaches nothing: it is dropped, which is no failure."""
-        self.without_failure(number, f"filtered: {verdict.words}", "filtered")
+        """The group is sound, but teaches nothing: it is dropped, which is no failure, and ends a series of those."""
+        self.drop(number, f"filtered: {verdict.words}", "filtered")
+        self.consecutive_drops = 0
         self.consecutive_filtered += 1
         self.last_filtered = f"group {number}: {verdict.words}"
         self.filtered[verdict.why] += 1

@@ -100,6 +100,12 @@ class Leases:
             self._write_counters()
         return found
 
+    def go_to(self, draw: int) -> None:
+        """The next draw is this one, which may be behind the last of all: then no new group says so."""
+        if draw != self.next_draw:
+            self.next_draw = draw
+            self._write_counters()
+
     def close(self, number: int) -> Lease | None:
         """The group is finished or dropped. None where it was already closed: a late or repeated answer."""
         lease = self.open.pop(number, None)
