@@ -14,11 +14,13 @@ from typing import Any
 from penstock.pipeline.config import Config, dump, load
 from penstock.pipeline.page.alerts import READ, alerts, sessions
 from penstock.pipeline.page.beats import Beats
-from penstock.pipeline.run.summary import finite, read_summary, rows_behind, steps_in
+from penstock.pipeline.run.summary import finite, lines_behind, parsed, read_summary, rows_behind, steps_in
 
 DIGITS = 6
 LOADS = ("time", "receiver", "version", "pause_s", "receive_s")
 """What is shown of a version's way into a rollout."""
+LOADED = 20_000
+"""So many of these at once, about, at most."""
 Rows = Sequence[dict[str, Any]]
 
 
@@ -73,7 +75,7 @@ class RunFiles:
         summary = read_summary(self._folder)
         every = [self._steps[step] for step in sorted(self._steps)]
         look = summary.get("look_at_this", []) if summary else alerts(config, every, with_latest, time.time())
-        loaded, loads = rows_behind(self._folder / "weights.jsonl", loads)
+        loaded, loads = _loads(self._folder / "weights.jsonl", loads)
         return {
             "id": self.identity,
             "name": self.name,
@@ -90,7 +92,7 @@ class RunFiles:
             ],
             "sampled": [name for name, how in config.prompts.eval_sampling.items() if how.temperature > 0],
             "beats": _beats(beats, self._beats.behind(seen_beats)),
-            "loads": by_column([{key: row.get(key) for key in LOADS} for row in loaded]),
+            "loads": by_column(loaded),
             "seen": {"metrics": metrics, "loads": loads, "beats": self._beats.seen},
         }
 
@@ -118,6 +120,17 @@ class RunFiles:
         for row in rows:
             if row["kind"] == "step":
                 self._steps[row["step"]] = {name: row[name] for name in READ if name in row}
+
+
+def _loads(path: Path, at: int) -> tuple[Rows, int]:
+    """`LOADS` of the rows behind byte ``at``, and where the last one ends: of a long run those of every second, third,
+    … version."""
+    every = -(-sum(1 for _ in lines_behind(path, at)) // LOADED) or 1
+    rows = []
+    for line in lines_behind(path, at):
+        at += len(line)
+        rows += [{key: row.get(key) for key in LOADS} for row in parsed(line) if row["version"] % every == 0]
+    return rows, at
 
 
 def by_column(rows: Rows) -> dict[str, list[Any]]:

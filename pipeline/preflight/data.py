@@ -18,11 +18,14 @@ from penstock.services.rollout.config import PluginEngineConfig
 
 ROWS = 64
 """So many rows of each source are looked at."""
+FEW = 0.9
+"""Less than this share of the steps is far from all."""
 
 
 def look(config: Config, report: Report) -> None:
     """Adds to ``report`` what is found; its ``row`` is a usable prompt."""
     rows = _look_at(config, config.prompts.train, "prompts.train", False, report)
+    _compare_steps(config, report)
     report.row = next(iter(rows), None)
     report.trained = {prompt.source for prompt in rows}
     given.look_at_rows(config, rows, report)
@@ -46,6 +49,19 @@ def look(config: Config, report: Report) -> None:
         check_length(config, sizes, report, model.max_length)
 
 
+def _compare_steps(config: Config, report: Report) -> None:
+    """Says where prompts end long before the step at which the learning rate would have fallen."""
+    epochs, steps, optimizer = config.prompts.epochs, config.trainer.steps, config.trainer.optimizer
+    drawn = report.sizes.get("prompts.train", 0) * (epochs or 0)
+    given = -(-drawn // config.gate.groups_per_step)
+    if given and given < FEW * steps and optimizer.schedule != "constant":
+        report.notes.append(
+            f"trainer.steps={steps}: prompts.epochs={epochs} of prompts.train makes {given:,} steps of "
+            f"{config.gate.groups_per_step} groups, and the learning rate falls over trainer.steps "
+            f"(trainer.optimizer.schedule={optimizer.schedule}); set it to {given}"
+        )
+
+
 def _look_at(
     config: Config, source: DataConfig, key: str, held_out: bool, report: Report, counts_to: str = "", rows: int = ROWS
 ) -> list[Prompt]:
@@ -57,6 +73,7 @@ def _look_at(
         usable, why = _usable(prompts, rows=rows)
         if not usable:
             raise DataError(f"{key}: none of the first {min(rows, len(prompts))} rows can be used; {why[0]}")
+        report.sizes[key] = len(prompts)
         report.lines.append(f"{key}: {len(prompts):,} rows; row {usable[0].index}: {usable[0].as_text()[:60]!r}")
         if not any(each.pictures for each in (config.rollout.environment, config.gateway) if each):
             unshown.look_at_rows(source, key, prompts, usable, report)

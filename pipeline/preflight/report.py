@@ -21,6 +21,8 @@ class Report:
     problems: list[str] = field(default_factory=list)
     here: list[str] = field(default_factory=list)
     packages: list[str] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Rows of each data source, by its key."""
     row: Prompt | None = None
     """A usable prompt of the training data."""
     rows: dict[str, Prompt] = field(default_factory=dict)

@@ -73,8 +73,8 @@ def _prompts(state: dict[str, Any], drops: Rows) -> Iterator[str]:
         )
     if unusable := state["totals"]["eval_unusable"]:
         yield (
-            f"{unusable} evaluation prompts have no reward, and no part in the evaluation; logs/broker.jsonl, and the "
-            "logs of the rewards, say why"
+            f"{unusable} times an evaluation prompt had no reward, and no part in its evaluation; logs/broker.jsonl "
+            "and the logs of the rewards say why"
         )
 
 

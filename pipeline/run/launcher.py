@@ -46,7 +46,8 @@ from penstock.services.weights.transports import shared_memory
 
 log = structlog.get_logger()
 
-BROKER_START_S = 90.0
+BROKER_START_S, BROKER_LOOKS = 90.0, 4.0
+"""For the broker to listen; and how many times as long as a look at everything took, since it opens the data too."""
 STATUS_EVERY_S = 0.5
 BROKER_SILENT_S = 60.0
 DRAIN_S, CHECKPOINT_S = 120.0, 3600.0
@@ -68,12 +69,12 @@ class InterruptedRunError(RunError):
     """It was interrupted, and has no summary: before it began, or a second time, which ends it at once."""
 
 
-def run(config: Config, folder: Path, console: Console, programs: Programs) -> dict[str, Any]:
-    """Runs everything, beside ``programs`` that are there already; returns the summary. Raises `RunError` or a
-    `SetupError`."""
+def run(config: Config, folder: Path, console: Console, programs: Programs, looked_s: float = 0.0) -> dict[str, Any]:
+    """Runs everything, beside ``programs`` that are there already; returns the summary. ``looked_s``: so long it took
+    to look at the data, among others, which the broker opens once more. Raises `RunError` or a `SetupError`."""
     logs.configure(run_name(folder), "supervisor", folder / "logs" / "supervisor.jsonl", config.run.log_level)
     interrupted: list[int] = []
-    launch = _Launch(config, folder, console, programs, interrupted)
+    launch = _Launch(config, folder, console, programs, interrupted, BROKER_START_S + BROKER_LOOKS * looked_s)
     heard_at = -math.inf
 
     def hear(number: int, _frame: object) -> None:
@@ -103,9 +104,12 @@ class _Launch:
     """One run's processes and the connection to its broker."""
 
     def __init__(
-        self, config: Config, folder: Path, console: Console, programs: Programs, interrupted: list[int]
-    ) -> None:
+        self, config: Config, folder: Path, console: Console, programs: Programs, interrupted: list[int],
+        start_s: float,
+    ) -> None:  # fmt: skip
         self._config, self._folder, self._console, self._programs = config, folder, console, programs
+        self._start_s = start_s
+        """That the broker has, to listen."""
         self._interrupted = interrupted
         """Signals that came, one after the other."""
         self._redis: PrivateRedis | None = None
@@ -180,14 +184,14 @@ class _Launch:
         finally:
             os.close(write)
         try:
-            deadline = time.monotonic() + BROKER_START_S
+            deadline = time.monotonic() + self._start_s
             while not select.select([read], [], [], 0.1)[0]:
                 self._hear_interrupt()
                 error = self._supervisor.poll()
                 if time.monotonic() > deadline - 1 and is_loading(store):
-                    deadline = time.monotonic() + BROKER_START_S
+                    deadline = time.monotonic() + self._start_s
                 if error or time.monotonic() > deadline:
-                    raise RunError(error or f"the broker did not start within {BROKER_START_S:.0f} s")
+                    raise RunError(error or f"the broker did not start within {self._start_s:.0f} s")
             address = os.read(read, 4096).decode().strip()
         finally:
             os.close(read)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ FIXED = (
 """What a resumed run must have as it began."""
 FOLDERS = ("model.path", "trainer.lora.start")
 """Among these, folders, which may have been moved: where one is gone, another may be given."""
+FILE = re.compile(r"prompts\.(train|eval\.[^.]+)\.(sources\.[^.]+\.)?files\.\d+")
+"""And files of data."""
 NOWHERE = ("run.name", "run.folder")
 """Where a run lies is known by then."""
 ABSENT = "not given"
@@ -97,7 +100,7 @@ def check_fixed(began: Config, config: Config) -> None:
         )
     before, now = leaves(began.model_dump(mode="json")), leaves(config.model_dump(mode="json"))
     for key in sorted(before.keys() | now.keys()):
-        if key in FOLDERS and key in now and _is_gone(before.get(key)):
+        if (key in FOLDERS or FILE.fullmatch(key)) and key in now and _is_gone(before.get(key)):
             continue
         if any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED) and _differ(key, before, now):
             kind = next((k for k in _kinds(key) if k in before and k in now and _differ(k, before, now)), key)
@@ -107,9 +110,10 @@ def check_fixed(began: Config, config: Config) -> None:
             )
 
 
-def _is_gone(folder: Any) -> bool:
-    """A ``folder`` that was found when the run began, and so is known by its whole path, is not there any more."""
-    return isinstance(folder, str) and Path(folder).is_absolute() and not Path(folder).is_dir()
+def _is_gone(path: Any) -> bool:
+    """A file or folder that was found when the run began, and so is known by its whole ``path``, is not there any
+    more."""
+    return isinstance(path, str) and Path(path).is_absolute() and not Path(path).exists()
 
 
 def _kinds(key: str) -> list[str]:

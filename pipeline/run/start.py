@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -69,8 +70,10 @@ def start(
                 lacking = too_few_gpus(config) if dry_run else ""
                 there = config.model_copy(update={"programs": {}}) if lacking else config
                 programs = stack.enter_context(started(there, None if dry_run else folder, console))
+                began = time.monotonic()
                 with console.status("looking at data, model and functions …"):
                     report = look(config, folder, not lacking, lacking)
+                looked_s = time.monotonic() - began
         except KeyboardInterrupt:
             typer.echo("interrupted before the run began", err=True)
             return INTERRUPTED
@@ -80,7 +83,7 @@ def start(
         if not early:
             stack.enter_context(_taken(folder, wait_s))
         _tell(console, report, committed(folder) if resume else None, changed)
-        return _run(console, config, origin, folder, show, programs)
+        return _run(console, config, origin, folder, show, programs, looked_s)
 
 
 @contextmanager
@@ -154,14 +157,16 @@ def _show(config: Config, report: Report, changed: list[str]) -> int:
     return COMPLETE
 
 
-def _run(console: Console, config: Config, origin: Origin, folder: Path, show: Show, programs: Programs) -> int:
+def _run(
+    console: Console, config: Config, origin: Origin, folder: Path, show: Show, programs: Programs, looked_s: float
+) -> int:
     begin(config, folder, origin)
     address_file(folder).unlink(missing_ok=True)  # of a broker that is no more
     console.print(f"run folder: {folder}", highlight=False, markup=False, soft_wrap=True)
     if config.gateway.count and not any(program.of_run for program in config.programs.values()):
         console.print(waits_for_agents(folder), highlight=False, markup=False, soft_wrap=True)
     try:
-        summary = launch(config, folder, console, programs)
+        summary = launch(config, folder, console, programs, looked_s)
     except RunError as error:
         typer.echo(f"error: {visible(str(error))}\nlogs: {folder / 'logs'}\n{go_on(folder)}", err=True)
         return INTERRUPTED if isinstance(error, InterruptedRunError) else FAILED

@@ -63,7 +63,7 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     world = World(device_of(config.trainer.device))
     trainer = config.trainer
     if config.run.deterministic:  # as the run itself did
-        trainer = trainer.model_copy(update={"halve_micro_batches": False})
+        trainer = trainer.pinned()
     model = load_policy(str(start or begun), begun, world, config.model.dtype, trainer.lora, trainer.offload)
     compute_head_in(model, config.model.head_dtype)
     if config.rollout.sampling.routing_replay:

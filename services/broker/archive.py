@@ -11,7 +11,7 @@ from penstock.protocols.experience import Group, as_bytes
 from penstock.protocols.messages import Batch, TakenGroup
 from penstock.protocols.packed_groups import unpack_group
 from penstock.services.runtime.errors import SetupError
-from penstock.services.runtime.files import write_whole
+from penstock.services.runtime.files import remove_numbered, write_whole
 
 Keep = Literal["all", "none"] | int
 
@@ -36,7 +36,7 @@ class Archive:
         data = wire.pack(row)
         write_whole(self._path(batch.step), data, durable=True)
         if isinstance(self._keep, int):
-            self._path(batch.step - self._keep).unlink(missing_ok=True)
+            remove_numbered(self._folder, "step-", ".msgpack", batch.step - self._keep)
 
     def _path(self, step: int) -> Path:
         return _file(self._folder, step)

@@ -80,7 +80,7 @@ def _record_samples(state: BrokerState, step: int, groups: list[m.TakenGroup]) -
     keep = state.settings.replay.samples
     if not state.recorder.wants_samples(step):
         return
-    if keep == "some" and step % max(1, state.settings.steps // SAMPLED_STEPS):
+    if keep == "some" and step % max(1, state.steps_to_come // SAMPLED_STEPS):
         return
     kept: list[dict[str, Any]] = []
     pictures: list[bytes] = []

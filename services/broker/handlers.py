@@ -14,7 +14,7 @@ from penstock.protocols.columns import ColumnError
 from penstock.protocols.experience import ExperienceError, Purpose
 from penstock.protocols.packed_groups import source_in
 from penstock.protocols.router_server import reason_of
-from penstock.services.broker import clock, scoring
+from penstock.services.broker import best_version, clock, scoring
 from penstock.services.broker.agents import AgentDesk, NotHeldError
 from penstock.services.broker.membership import Member, MembershipError
 from penstock.services.broker.rules.ledger import LedgerError, Step
@@ -327,7 +327,7 @@ class Handlers:
         if checkpoint.final:
             progress.final_checkpoints[member.kind] = checkpoint.version
         log.info("checkpoint", learner=member.kind, version=checkpoint.version, path=checkpoint.path)
-        self._state.router.send(member.identity, m.Keep(versions=self._state.worth_keeping()), request)
+        self._state.router.send(member.identity, m.Keep(versions=best_version.worth_keeping(self._state)), request)
 
     # --- weights -----------------------------------------------------------------------------------------------------
 

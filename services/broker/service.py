@@ -7,7 +7,7 @@ from typing import Any
 import structlog
 
 from penstock.protocols import messages as m
-from penstock.services.broker import clock, scoring
+from penstock.services.broker import best_version, clock, scoring
 from penstock.services.broker.agents import AgentDesk
 from penstock.services.broker.batches import free_covered
 from penstock.services.broker.handlers import Handlers
@@ -23,6 +23,8 @@ log = structlog.get_logger()
 AWAY_S = 3.0
 """A turn that began so long after the one before means that this process was stopped."""
 EXPIRE_EVERY_S = 0.2
+WRITE_S = 5.0
+"""So often it is written down that there is a broker, whatever it does: the time without one is not the run's."""
 LINGER_S = 10.0
 """How long the broker stays for observers once the run is over."""
 LEAVE_S, LEARNER_LEAVE_S = 130.0, 3700.0
@@ -46,6 +48,7 @@ class Broker:
         """The evaluation that the broker before this one had begun."""
         self._actors_at = self._stop_at = self._turn_at = self._expire_at = 0.0
         self._written: dict[str, Any] = {}
+        self._written_at = 0.0
         self._left = False
         self._freeing = False
         """There are steps that a checkpoint covers, and that are not freed yet."""
@@ -61,11 +64,7 @@ class Broker:
         progress.totals |= row["totals"]
         progress.tallies = {name: Tally(**said) for name, said in row.get("tallies", {}).items()}
         self._cut_short = row.get("evaluating")
-        early = row.get("early", {})
-        if early.get("by") != state.early["by"]:
-            state.consider_end()
-        elif early["reason"]:  # what came after it may have been better, and the trainer has left its last step
-            state.end_early(early["reason"])
+        best_version.take_up(state, row.get("early", {}))
         progress.training_since, progress.trained_until = row["training_since"], row["trained_until"]
         progress.started_at = row["started_at"]
         progress.checkpoints |= row.get("checkpoints", {})
@@ -83,7 +82,7 @@ class Broker:
         log.info("took up a run", committed=state.groups.ledger.committed, away_s=round(now - row["at"], 1))
 
     def _remember(self) -> None:
-        """What a broker that takes over must know beside the groups; written when it changes."""
+        """What a broker that takes over must know beside the groups; written when it changes, and every `WRITE_S`."""
         state, progress = self._state, self._state.progress
         row = {
             "totals": dict(progress.totals),
@@ -95,11 +94,12 @@ class Broker:
             "checkpoints": dict(progress.checkpoints),
             "final_checkpoints": dict(progress.final_checkpoints),
             "learned": dict(progress.learned),
-            "early": state.early,
+            "early": best_version.early_end(state),
         }
-        if row != self._written:
-            self._written = row
-            state.store.put("broker", "all", {**row, "at": clock.now()})
+        now = clock.now()
+        if row != self._written or now - self._written_at > WRITE_S:
+            self._written, self._written_at = row, now
+            state.store.put("broker", "all", {**row, "at": now})
 
     def _evaluating(self) -> list[Any] | None:
         """Label and step of the round that a broker which takes over must begin again, if there is one; those before

@@ -16,7 +16,7 @@ from penstock.protocols.columns import Column, ColumnTable
 from penstock.protocols.experience import Purpose, Sampling, as_bytes
 from penstock.protocols.keys import BrokerKeys
 from penstock.protocols.router_server import RouterServer
-from penstock.services.broker import clock
+from penstock.services.broker import best_version, clock
 from penstock.services.broker.archive import Archive
 from penstock.services.broker.config import (
     BrokerConfig,
@@ -33,7 +33,6 @@ from penstock.services.broker.payloads import Payloads
 from penstock.services.broker.prometheus import Exporter
 from penstock.services.broker.recorder import Recorder
 from penstock.services.broker.records import Records
-from penstock.services.broker.rules.course import Best, best_of
 from penstock.services.broker.rules.curriculum import Bounds, Curriculum
 from penstock.services.broker.rules.evaluation import Evaluation
 from penstock.services.broker.rules.gate import Gate
@@ -327,7 +326,7 @@ class BrokerState:
         reward = finished.mean()
         log.info("evaluated", label=finished.label, reward=reward, unusable=len(finished.unusable))
         if self.progress.phase == "training":
-            self.consider_end()
+            best_version.consider_end(self)
         self.recorder.evaluation(
             {
                 "step": finished.step,
@@ -342,37 +341,11 @@ class BrokerState:
             }
         )
 
-    def best(self, margin: float = 0.0) -> Best | None:
-        """Of the evaluations so far."""
-        return best_of(self.evaluation.course(self.settings.prompts.best_by), margin)
-
-    def consider_end(self) -> None:
-        """Once too many evaluations were no better than the best, no step is taken any more."""
-        prompts, best = self.settings.prompts, self.best(self.settings.prompts.stop_margin)
-        if not prompts.stop_after or best is None or best.since < prompts.stop_after or self.progress.early:
-            return
-        self.end_early(
-            f"{best.since} evaluations in a row were no better than {best.score:.4g}, after step {best.step} "
-            "(prompts.stop_after)"
-        )
-
-    def end_early(self, reason: str) -> None:
-        """No step is taken any more."""
-        self.progress.early = reason
-        log.info("the run ends early", reason=reason)
-        self.groups.steps = min(self.groups.steps, max(self.groups.ledger.length, 1))
-
     @property
-    def early(self) -> dict[str, Any]:
-        """Why the run ends early, and by what keys that was found; of one that does not the reason is empty."""
-        prompts = self.settings.prompts
-        return {"reason": self.progress.early, "by": [prompts.stop_after, prompts.stop_margin, prompts.best_by]}
-
-    def worth_keeping(self) -> list[int]:
-        """Versions whose checkpoint is the best one, or may become so."""
-        best = best_of(each for each in self.evaluation.course(self.settings.prompts.best_by) if each[0])
-        under_way = self.evaluation.round
-        return [*([best.step] if best else []), *([under_way.step] if under_way else [])]
+    def steps_to_come(self) -> int:
+        """As many as the run is to have, or as its prompts give, where these end before."""
+        groups, wanted = self.groups, self.settings.steps
+        return wanted if groups.draws is None else min(wanted, groups.draws // groups.gate.batch)
 
     def lacking(self, step: Step) -> list[Column]:
         """What the trainer waits for, of a step that is taken."""

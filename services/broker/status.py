@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from penstock.protocols.messages import LedgerReply
-from penstock.services.broker import clock
+from penstock.services.broker import best_version, clock
 from penstock.services.broker.rules.evaluation import Round
 from penstock.services.broker.rules.replay_buffer import Replay
 from penstock.services.broker.state import BrokerState
@@ -138,7 +138,7 @@ def live_state(state: BrokerState) -> dict[str, Any]:
         "reason": state.progress.stop_reason,
         "stall": state.progress.stall,
         "early": state.progress.early,
-        "best": best._asdict() if (best := state.best()) else None,
+        "best": found._asdict() if (found := best_version.best(state)) else None,
         "step": state.groups.ledger.committed,
         "steps": max(state.settings.steps, state.groups.ledger.length),
         "version": state.versions.latest,

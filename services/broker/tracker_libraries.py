@@ -45,6 +45,7 @@ class _TensorBoard:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # else it keeps two minutes of them to itself, which nobody would tell it again
 
     def table(self, name: str, columns: Columns, rows: Rows) -> None:
         self._writer.add_text(name, as_markdown(columns, rows), _step(rows))

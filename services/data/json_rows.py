@@ -8,22 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from penstock.services.data import DataError
+from penstock.services.data.known_files import KnownFile
+
+Columns = dict[str, tuple[str | None, str]]
+"""Of each column of a file the type, in words, and the place in it that has it first; None: it has no value."""
 
 
 class JsonRows:
     """Rows of ``files`` that have one object a line, or one list of them. All are looked at; then lines lie in the
-    cache of ``datasets``, a list in memory, and each row is parsed when it is asked for. Raises `DataError`, with
-    ``key`` and the line, for a file that cannot be read, a row that is no object, and a column that has had another
-    type."""
+    cache of ``datasets``, a list in memory, and each row is parsed when it is asked for. A file of lines that has not
+    changed since it was looked at is not looked at again: of millions of rows that takes minutes. Raises `DataError`,
+    with ``key`` and the line, for a file that cannot be read, a row that is no object, and a column that has had
+    another type."""
 
     def __init__(self, files: Sequence[Path], key: str) -> None:
         import datasets
 
-        self._kinds: dict[str, tuple[str, Path, str]] = {}
-        """Of columns: the type, and the file and the place in it that have it first."""
+        self._kinds: dict[str, tuple[str, str]] = {}
+        """Of columns: the type, and where it is first."""
         self._names: dict[str, None] = {}
         self._lines = datasets.concatenate_datasets(
-            [self._looked_at(file, f"{key}.{number}") for number, file in enumerate(files)]
+            [self._rows(file, f"{key}.{number}") for number, file in enumerate(files)]
         )
 
     @property
@@ -38,40 +43,62 @@ class JsonRows:
         """With None for the columns that it has not."""
         return dict.fromkeys(self._names) | json.loads(self._lines[index]["text"])
 
-    def _looked_at(self, file: Path, key: str) -> Any:
-        """Its rows as lines, in a dataset."""
-        import datasets
-
-        lines, place = _lines_of(file, key), "line"
-        if next((line for line in texts_of(lines) if line.strip()), "").lstrip().startswith("["):
-            rows, place = _parsed("\n".join(texts_of(lines)), file, key), "row"
-            kinds = datasets.Features({"text": datasets.Value("string")})
-            lines = datasets.Dataset.from_dict({"text": [json.dumps(row) for row in rows]}, features=kinds)
-        full = []
-        for number, line in enumerate(texts_of(lines)):
-            if line.strip():
-                full.append(number)
-                self._check(_parsed(line, file, key, number), file, f"{place} {number + 1}", key)
-        return lines if len(full) == len(lines) else lines.select(full)
-
-    def _check(self, row: Any, file: Path, place: str, key: str) -> None:
-        if not isinstance(row, dict):
-            raise DataError(f"{key}: {file}, {place}: a {type(row).__name__}; each must be a map of columns")
-        self._names |= dict.fromkeys(row)
-        for column, value in row.items():
-            if value is None:
+    def _rows(self, file: Path, key: str) -> Any:
+        """Of one file, as lines in a dataset."""
+        lines, columns = _looked_at(file, key)
+        self._names |= dict.fromkeys(columns)
+        for column, (kind, place) in columns.items():
+            if kind is None:
                 continue
-            if type(value) is int and not -(2**63) <= value < 2**64:
-                raise DataError(
-                    f"{key}: {file}, {place}: {column!r} is an integer of more than 64 bits; put it into quotes"
-                )
-            kind, other, first = self._kinds.setdefault(column, (kind_of(value), file, place))
-            if kind != kind_of(value):
-                where = first if other == file else f"{other}, {first}"
-                raise DataError(
-                    f"{key}: {file}, {place}: {column!r} is {kind_of(value)}, and {kind} in {where}; a column has one "
-                    "type"
-                )
+            other, where = self._kinds.setdefault(column, (kind, f"{file}, {place}"))
+            if kind != other:
+                raise DataError(_two_types(column, kind, file, place, other, where, key))
+        return lines
+
+
+def _looked_at(file: Path, key: str) -> tuple[Any, Columns]:
+    """Its rows as lines, in a dataset, and what columns these have."""
+    import datasets
+
+    lines, place, columns = _lines_of(file, key), "line", Columns()
+    known = KnownFile(file)
+    if found := known.read():
+        return lines, {column: (kind, where) for column, (kind, where) in found.items()}
+    if next((line for line in texts_of(lines) if line.strip()), "").lstrip().startswith("["):
+        rows, place = _parsed("\n".join(texts_of(lines)), file, key), "row"
+        kinds = datasets.Features({"text": datasets.Value("string")})
+        lines = datasets.Dataset.from_dict({"text": [json.dumps(row) for row in rows]}, features=kinds)
+    full = []
+    for number, line in enumerate(texts_of(lines)):
+        if line.strip():
+            full.append(number)
+            _note(columns, _parsed(line, file, key, number), file, f"{place} {number + 1}", key)
+    if len(full) < len(lines):
+        return lines.select(full), columns
+    if place == "line":
+        known.keep(columns)
+    return lines, columns
+
+
+def _note(columns: Columns, row: Any, file: Path, place: str, key: str) -> None:
+    """Those of one more row."""
+    if not isinstance(row, dict):
+        raise DataError(f"{key}: {file}, {place}: a {type(row).__name__}; each must be a map of columns")
+    for column, value in row.items():
+        if type(value) is int and not -(2**63) <= value < 2**64:
+            raise DataError(
+                f"{key}: {file}, {place}: {column!r} is an integer of more than 64 bits; put it into quotes"
+            )
+        kind, first = columns.get(column, (None, place))
+        found = None if value is None else kind_of(value)
+        if kind is None:
+            columns[column] = found, place
+        elif found not in (None, kind):
+            raise DataError(_two_types(column, str(found), file, place, kind, first, key))
+
+
+def _two_types(column: str, kind: str, file: Path, place: str, other: str, where: str, key: str) -> str:
+    return f"{key}: {file}, {place}: {column!r} is {kind}, and {other} in {where}; a column has one type"
 
 
 def kind_of(value: Any) -> str:

@@ -15,7 +15,7 @@ from penstock.services.learning.constraints import lagrangian, multiplier_of, ri
 from penstock.services.learning.kl_in_reward import adapted, kl_in_reward
 from penstock.services.learning.token_returns import on_last_token
 
-COEFFICIENT = "kl_coefficient"
+COEFFICIENT, BEGAN = "kl_coefficient", "kl_coefficient_began"
 """In a learner's `state`, where it adapts."""
 
 
@@ -99,8 +99,18 @@ def _less_kl(
     sampled = step.padded([t.logprobs for t in step.trajectories], rows).double()
     reference = step.padded(step.token_values[REFERENCE], rows).double()
     kl, mean = kl_in_reward(sampled, reference, mask, penalty.kind)
-    coefficient = state.get(COEFFICIENT, penalty.coefficient)
+    coefficient = _coefficient(penalty, state)
     if penalty.target is not None:
         state[COEFFICIENT] = adapted(coefficient, mean, penalty.target, penalty.horizon, len(rows))
     metrics = found.metrics | {"reward_kl": mean, "kl_coefficient": coefficient}
     return TokenRewards(scores - coefficient * kl.sum(-1), tokens - coefficient * kl, mask, metrics)
+
+
+def _coefficient(penalty: KLConfig, state: dict[str, float]) -> float:
+    """As it has become; as the config has it, where nothing adapts it, or a run was resumed with another one."""
+    if penalty.target is None or state.get(BEGAN, penalty.coefficient) != penalty.coefficient:
+        state.pop(COEFFICIENT, None)
+        state.pop(BEGAN, None)
+    if penalty.target is not None:
+        state[BEGAN] = penalty.coefficient
+    return state.get(COEFFICIENT, penalty.coefficient)

@@ -36,6 +36,16 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def remove_numbered(folder: Path, before: str, behind: str, number: int) -> None:
+    """Removes the file called ``before``, ``number`` in six digits, ``behind``; and those of lower numbers, which are
+    there where more were kept until now."""
+    (folder / f"{before}{number:06d}{behind}").unlink(missing_ok=True)
+    if number > 0 and (folder / f"{before}{number - 1:06d}{behind}").exists():
+        for path in folder.glob(f"{before}*{behind}"):
+            if int(path.name.removeprefix(before).removesuffix(behind)) < number:
+                path.unlink(missing_ok=True)
+
+
 def open_lines(path: Path) -> TextIO:
     """To append lines to, each written at once. A last one that was cut short, by a full disk say, is ended first: or
     the next would be lost with it."""

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from penstock.protocols import wire
-from penstock.services.runtime.files import write_whole
+from penstock.services.runtime.files import remove_numbered, write_whole
 
 NAMES = ("trainer_logprobs", "advantages")
 """The trainer's log-probability (nats) as the loss first saw it, and the advantage that the loss had."""
@@ -29,7 +29,7 @@ def write(folder: Path, number: int, keep: int | Literal["all"], groups: Mapping
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(_file(folder, number), wire.pack({"step": number, "groups": rows}))
     if keep != "all":
-        _file(folder, number - keep).unlink(missing_ok=True)
+        remove_numbered(folder, "judged-", ".msgpack", number - keep)
 
 
 def read(folder: Path, number: int) -> Judged:

@@ -12,9 +12,10 @@ import datasets
 import pytest
 
 from penstock.protocols.experience import Prompt
-from penstock.services.data import DataError, open_source
+from penstock.services.data import DataError, json_rows, open_source
 from penstock.services.data.config import HubData, ReasoningGymData
 from penstock.services.data.hub import make_prompt
+from penstock.services.data.json_rows import JsonRows
 from penstock.services.data.source import PromptSource
 
 
@@ -259,3 +260,22 @@ def test_a_rows_own_answer_is_its_columns_or_the_last_message_of_its_conversatio
     assert talks[2].answer == [{**last, "reasoning_content": "two and one"}]
     with pytest.raises(DataError, match="row 1: no conversation in which the assistant says something"):
         talks[1]
+
+
+def test_a_file_is_looked_at_once_unless_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of millions of rows that takes minutes, each time that a broker starts."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a", "truth": 1}\n{"prompt": "b", "truth": null, "more": null}\n')
+    first = JsonRows([file], "files")
+    parsed: list[str] = []
+    monkeypatch.setattr(json_rows, "_parsed", lambda text, *_: parsed.append(text) or json.loads(text))
+    again = JsonRows([file], "files")
+    assert not parsed and again.column_names == first.column_names == ["prompt", "truth", "more"]
+    assert again[1] == first[1] == {"prompt": "b", "truth": None, "more": None}
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "c", "truth": "1"}\n')
+    with pytest.raises(DataError, match=r"files.1: .*other.jsonl, line 1: 'truth' is text, and a number in .*rows"):
+        JsonRows([file, other], "files")
+    file.write_text('{"prompt": "a", "truth": 1}\n{"prompt": "b", "truth": "two"}\n')
+    with pytest.raises(DataError, match="line 2: 'truth' is text, and a number in line 1"):
+        JsonRows([file], "files")

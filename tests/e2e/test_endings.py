@@ -100,7 +100,7 @@ def test_a_run_that_ends_well_says_what_went_wrong_in_it(tmp_path: Path) -> None
         "calls failed",
         "raised LookupError",
         "prompts were dropped, since they cannot be used",
-        "evaluation prompts have no reward",
+        "times an evaluation prompt had no reward",
     ):
         assert words in found and words in " ".join(said.split()), words
     assert page_of(run.folder / "report.html")["summary"]["look_at_this"] == summary["look_at_this"]

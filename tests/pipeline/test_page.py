@@ -22,6 +22,7 @@ from penstock.pipeline.cli import app
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
 from penstock.pipeline.page import beats as page_beats
+from penstock.pipeline.page import data as page_data
 from penstock.pipeline.page import rollouts as page_rollouts
 from penstock.pipeline.page.beats import Beats
 from penstock.pipeline.page.build import whole
@@ -431,3 +432,12 @@ def test_a_full_disk_is_one_sentence(folder: Path, tmp_path: Path, command: str,
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert isinstance(done.exception, ConfigError) and f"{key}: cannot write {file}: " in str(done.exception)
     assert not [each.name for each in tmp_path.iterdir() if "file" in each.name], "and nothing of it is left"
+
+
+def test_of_very_many_versions_every_second_or_third_is_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_data, "LOADED", 10)
+    rows = [{"time": 1.0, "receiver": name, "version": v, "pause_s": 0.1} for v in range(12) for name in ("a", "b")]
+    lines(folder / "weights.jsonl", rows)
+    found = RunFiles(folder).data()
+    assert found["loads"]["version"] == [0, 0, 3, 3, 6, 6, 9, 9] and found["loads"]["receiver"][:2] == ["a", "b"]
+    assert RunFiles(folder).data(loads=found["seen"]["loads"])["loads"] == {}

@@ -320,3 +320,20 @@ def test_whether_a_run_is_live_is_told_by_the_disks_own_clock(folder: Path, monk
     os.utime(beats, (written, written + 3600.0))
     writing.start()
     assert is_live(folder)
+
+
+def test_data_may_be_elsewhere_once_its_files_are_gone(tmp_path: Path) -> None:
+    rows, run = tmp_path / "rows.jsonl", tmp_path / "runs" / "first"
+    rows.write_text('{"prompt": "a", "truth": "b"}\n')
+    data = f"{{type: hub, path: json, files: [{rows}], truth_key: truth}}"
+    (tmp_path / "run.yaml").write_text(FILE.replace("{type: sort}", f"{data}, eval: {{mine: {data}}}"))
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(dump(load(tmp_path / "run.yaml")))
+    moved = tmp_path / "other.jsonl"
+    given = [f"prompts.train.files=[{moved}]", f"prompts.eval.mine.files=[{moved}]"]
+    moved.write_bytes(rows.read_bytes())
+    with pytest.raises(ConfigError, match=r"prompts.eval.mine.files.0: .*a resumed run cannot change that"):
+        resumed(run, None, given)
+    rows.unlink()
+    config, _, changed = resumed(run, None, given)
+    assert len(changed) == 2 and list(config.prompts.train.files) == [str(moved)]  # type: ignore[union-attr]

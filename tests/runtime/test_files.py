@@ -38,3 +38,14 @@ def test_keys_that_were_half_made_are_made_anew(tmp_path: Path) -> None:
     assert (broker.broker_public, broker.client_public) == (client.broker_public, client.client_public)
     assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.iterdir())
     assert {path.name for path in tmp_path.iterdir()} == {"broker.json", "client.json"}
+
+
+def test_of_numbered_files_the_last_ones_stay_however_many_there_were(tmp_path: Path) -> None:
+    for number in range(12):
+        (tmp_path / f"step-{number:06d}.msgpack").touch()
+    (tmp_path / "judged-000000.msgpack").touch()
+    files.remove_numbered(tmp_path, "step-", ".msgpack", -3)
+    assert len(list(tmp_path.iterdir())) == 13
+    files.remove_numbered(tmp_path, "step-", ".msgpack", 9)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"step-000010.msgpack", "step-000011.msgpack", "judged-000000.msgpack"}

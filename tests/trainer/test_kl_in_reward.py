@@ -75,3 +75,15 @@ def test_the_coefficient_is_in_the_checkpoint(tmp_path: Path) -> None:
 def test_a_penalty_that_would_do_nothing_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         KLConfig.model_validate(given)
+
+
+def test_a_run_that_goes_on_with_another_penalty_has_that() -> None:
+    step = with_reference(a_step(0), 0.5)
+
+    def coefficient(**changes: Any) -> float:
+        penalty = Penalties(KLConfig.model_validate(PENALTY | changes))
+        state = {"kl_coefficient": 0.31, "kl_coefficient_began": 0.1}
+        return token_rewards(step, np.arange(len(step.trajectories)), penalty, state).metrics["kl_coefficient"]
+
+    assert coefficient() == coefficient(target=0.2) == 0.31, "as it has become"
+    assert coefficient(coefficient=0.001) == 0.001 and coefficient(target=None) == 0.1

@@ -1,0 +1,63 @@
+"""Which version's evaluation was the best, and the end of a run that finds no better one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from penstock.services.broker.rules.course import Best, best_of
+
+if TYPE_CHECKING:
+    from penstock.services.broker.state import BrokerState
+
+log = structlog.get_logger()
+
+
+def best(state: BrokerState, margin: float = 0.0) -> Best | None:
+    """Of the evaluations so far."""
+    return best_of(state.evaluation.course(state.settings.prompts.best_by), margin)
+
+
+def worth_keeping(state: BrokerState) -> list[int]:
+    """Versions whose checkpoint is the best one, or may become so."""
+    found = best_of(each for each in state.evaluation.course(state.settings.prompts.best_by) if each[0])
+    under_way = state.evaluation.round
+    return [*([found.step] if found else []), *([under_way.step] if under_way else [])]
+
+
+def consider_end(state: BrokerState) -> None:
+    """Once too many evaluations were no better than the best, no step is taken any more."""
+    prompts, found = state.settings.prompts, best(state, state.settings.prompts.stop_margin)
+    if not prompts.stop_after or found is None or found.since < prompts.stop_after or state.progress.early:
+        return
+    _end(
+        state,
+        f"{found.since} evaluations in a row were no better than {found.score:.4g}, after step {found.step} "
+        "(prompts.stop_after)",
+    )
+
+
+def early_end(state: BrokerState) -> dict[str, Any]:
+    """Why the run ends early, and by what keys that was found; of one that does not the reason is empty."""
+    return {"reason": state.progress.early, "by": _keys(state)}
+
+
+def take_up(state: BrokerState, row: dict[str, Any]) -> None:
+    """What `early_end` said when it was last written down. By the same keys nothing else is found now: what came
+    behind an early end may have been better, but the trainer has left."""
+    if row.get("by") != _keys(state):
+        consider_end(state)
+    elif row["reason"]:
+        _end(state, row["reason"])
+
+
+def _keys(state: BrokerState) -> list[Any]:
+    prompts = state.settings.prompts
+    return [prompts.stop_after, prompts.stop_margin, prompts.best_by]
+
+
+def _end(state: BrokerState, reason: str) -> None:
+    state.progress.early = reason
+    log.info("the run ends early", reason=reason)
+    state.groups.steps = min(state.groups.steps, max(state.groups.ledger.length, 1))
