@@ -55,6 +55,7 @@ class Trainer:
         reward: Choice | Sequence[Choice] | None = None,
         prompts: Rows | Defined | None = None,
         evaluation: Rows | Defined | None = None,
+        eval_given: Rows | Defined | None = None,
         advantage: Choice | None = None,
         loss: Choice | None = None,
         correction: Choice | None = None,
@@ -82,7 +83,7 @@ class Trainer:
         self._module = f"script_functions_{zlib.crc32(str(self.folder).encode()):08x}"
         self._functions, self._data = Functions(self._module), data
         self._rows: dict[str, list[str]] = {}
-        self._set(reward, prompts, evaluation, environment)
+        self._set(reward, prompts, {"eval": evaluation, "eval_given": eval_given}, environment)
         for part, choice in (("advantage", advantage), ("loss", loss), ("correction", correction)):
             if choice is not None:
                 _section(data, "trainer", "algorithm")[part] = self._chosen(choice, part)
@@ -122,7 +123,7 @@ class Trainer:
             raise
         return run
 
-    def _set(self, reward: Any, prompts: Any, evaluation: Any, environment: Defined | None) -> None:
+    def _set(self, reward: Any, prompts: Any, held_out: Mapping[str, Any], environment: Defined | None) -> None:
         data = self._data
         if reward is not None:
             alone = callable(reward) or isinstance(reward, str | Mapping) or not isinstance(reward, Iterable)
@@ -130,8 +131,9 @@ class Trainer:
             _section(data, "reward")["functions"] = [self._rewarding(each) for each in every]
         if prompts is not None:
             _section(data, "prompts")["train"] = self._source(prompts, "prompts")
-        if evaluation is not None:
-            _section(data, "prompts")["eval"] = {"held_out": self._source(evaluation, "evaluation")}
+        for key, called, name in (("eval", "evaluation", "held_out"), ("eval_given", "eval_given", "given")):
+            if held_out[key] is not None:
+                _section(data, "prompts")[key] = {name: self._source(held_out[key], called)}
         if environment is not None:
             given = {"environment": self._functions.name(environment, "environment")}
             _section(data, "rollout")["environment"] = given

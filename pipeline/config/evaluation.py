@@ -12,10 +12,10 @@ def check_evaluation(config: Any) -> None:
     engine, sampling, prompts = config.rollout.engine, config.rollout.sampling, config.prompts
     for learner in ("trainer", "critic"):
         saving = getattr(config, learner).checkpoint
-        if saving.keep_best and not (prompts.eval and prompts.eval_size and prompts.eval_every):
+        if saving.keep_best and not prompts.watched:
             raise ValueError(
-                f"{learner}.checkpoint.keep_best: nothing is evaluated while the run trains; set prompts.eval and "
-                f"prompts.eval_every={saving.every}"
+                f"{learner}.checkpoint.keep_best: nothing is evaluated while the run trains; set prompts.eval or "
+                f"prompts.eval_given, and prompts.eval_every={saving.every}"
             )
         if saving.keep_best and prompts.eval_every % saving.every:
             raise ValueError(

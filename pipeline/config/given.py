@@ -29,6 +29,11 @@ def given_by_preset(data: dict[str, Any]) -> dict[str, Any]:
 def check_given(config: Any) -> None:
     """Raises `ValueError` where answers are given that nobody could give or learn from, or none are and some must be;
     and where too few are left to compare."""
+    if config.prompts.measures and config.rollout.sampling.routing_replay:
+        raise ValueError(
+            "prompts.eval_given: no engine has routed what it was not asked for; set rollout.sampling.routing_replay="
+            "false, or leave prompts.eval_given out"
+        )
     answers, n = config.rollout.given.answers, config.rollout.sampling.n
     algorithm = config.trainer.algorithm
     if answers > n:
@@ -82,7 +87,7 @@ def _check_engine(config: Any, sampled: int) -> None:
     if config.prompts.evaluates:
         raise ValueError(
             f"{key}: none has nobody who could answer prompts.eval; take another, e.g. torch, or leave prompts.eval "
-            "out, and evaluate checkpoints by penstock eval"
+            "out, and have the loss on held-out answers measured (prompts.eval_given)"
         )
     if config.run.colocated:
         raise ValueError(

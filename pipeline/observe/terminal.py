@@ -143,6 +143,8 @@ class View:
         }
         if state["evaluations_by_set"]:
             shown["evaluation"] = _evaluation(state)
+        if state["eval_losses"]:
+            shown["held-out loss"] = _held_out_loss(state)
         for name, value in shown.items():
             facts.add_row(Text(name, style="dim"), Text(value) if isinstance(value, str) else value)
         actors = Table(expand=True, box=None, header_style="dim")
@@ -190,6 +192,12 @@ def _evaluation(state: dict[str, Any]) -> str:
     label, sets = list(state["evaluations_by_set"].items())[-1]
     means = ", ".join(f"{name} {'-' if mean is None else f'{mean:.3f}'}" for name, mean in sets.items())
     return f"{label}: {means}"
+
+
+def _held_out_loss(state: dict[str, Any]) -> str:
+    """The newest, on each set."""
+    step, sets = list(state["eval_losses"].items())[-1]
+    return f"after step {step}: " + ", ".join(f"{name} {loss:.4f}" for name, loss in sets.items())
 
 
 def _mismatch(metrics: dict[str, Any]) -> Text:

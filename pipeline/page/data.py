@@ -63,8 +63,8 @@ class RunFiles:
         seen = {"metrics": 0, "loads": 0, "beats": ""}
         return {
             "id": self.identity, "name": self.name, "unread": error, "config": "", "wanted": 0, "summary": None,
-            "alerts": [], "columns": [], "steps": {}, "evaluations": [], "sampled": [], "beats": _beats([], 0),
-            "loads": {}, "seen": seen,
+            "alerts": [], "columns": [], "steps": {}, "evaluations": [], "losses": [], "sampled": [],
+            "beats": _beats([], 0), "loads": {}, "seen": seen,
         }  # fmt: skip
 
     def _data(self, metrics: int, loads: int, seen_beats: str) -> dict[str, Any]:
@@ -90,6 +90,7 @@ class RunFiles:
                 for row in rows
                 if row["kind"] == "eval"
             ],
+            "losses": [{"step": row["step"], "sets": row["sets"]} for row in rows if row["kind"] == "eval_loss"],
             "sampled": [name for name, how in config.prompts.eval_sampling.items() if how.temperature > 0],
             "beats": _beats(beats, self._beats.behind(seen_beats)),
             "loads": by_column(loaded),

@@ -28,7 +28,7 @@ def look(config: Config, report: Report) -> None:
     _compare_steps(config, report)
     report.row = next(iter(rows), None)
     report.trained = {prompt.source for prompt in rows}
-    given.look_at_rows(config, rows, report)
+    given.look_at_rows(config, given.TRAIN, rows, report)
     if config.rollout.all_given:
         report.rows.clear()  # rewards are of evaluations alone
     if config.prompts.eval_size:
@@ -38,6 +38,9 @@ def look(config: Config, report: Report) -> None:
             most = max(ROWS, config.prompts.eval_size) if every else ROWS
             if held_out := _look_at(config, source, f"prompts.eval.{name}", True, report, name, most):
                 report.evaluated[name] = {prompt.source or name for prompt in held_out}
+        for name, source in config.prompts.eval_given.items():
+            key = f"prompts.eval_given.{name}"
+            given.look_at_rows(config, key, _look_at(config, source, key, True, report, None), report)
     model = config.model
     if isinstance(model, TinyModel) and rows:
         if model.warm_start.steps:
@@ -63,9 +66,11 @@ def _compare_steps(config: Config, report: Report) -> None:
 
 
 def _look_at(
-    config: Config, source: DataConfig, key: str, held_out: bool, report: Report, counts_to: str = "", rows: int = ROWS
-) -> list[Prompt]:
-    """The usable ones of the first ``rows``. One that says no source of its own ``counts_to`` this one."""
+    config: Config, source: DataConfig, key: str, held_out: bool, report: Report, counts_to: str | None = "",
+    rows: int = ROWS,
+) -> list[Prompt]:  # fmt: skip
+    """The usable ones of the first ``rows``. One that says no source of its own ``counts_to`` this one; None: rewards
+    are not asked of any."""
     with report.collect():
         prompts = open_source(source, held_out, key)
         if not len(prompts):
@@ -82,8 +87,9 @@ def _look_at(
                 f"{key}: {len(why)} of the first {len(why) + len(usable)} rows cannot be used and will be dropped; "
                 f"{why[0]}"
             )
-        for prompt in [*usable, *_of_rare_sources(prompts)]:
-            report.rows.setdefault(prompt.source or counts_to, prompt)
+        if counts_to is not None:
+            for prompt in [*usable, *_of_rare_sources(prompts)]:
+                report.rows.setdefault(prompt.source or counts_to, prompt)
         return usable
     return []
 

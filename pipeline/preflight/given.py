@@ -11,47 +11,52 @@ from penstock.services.data.answers import is_answer, not_answer, own_answer
 from penstock.services.modeling.lengths import longest_sequence
 from penstock.services.turns.tokenizer import Tokenizer
 
-
-def look_at_rows(config: Config, rows: Sequence[Prompt], report: Report) -> None:
-    """Adds to ``report`` where the first ``rows`` have no answers."""
-    if config.rollout.given.answers and rows:
-        _add([_lacks(prompt) for prompt in rows], report)
+TRAIN = "prompts.train"
 
 
-def look_at_tokens(
-    config: Config, rows: Sequence[Prompt], tokenizer: Tokenizer, positions: int | None, report: Report
-) -> None:
-    """Adds to ``report`` where the answers that the first ``rows`` have cannot be made tokens of, for a model with so
-    many ``positions`` (None: any number)."""
+def look_at_rows(config: Config, key: str, rows: Sequence[Prompt], report: Report) -> None:
+    """Adds to ``report`` where the first ``rows`` of the data at ``key`` have no answers, and are to have some."""
+    if rows and (key != TRAIN or config.rollout.given.answers):
+        report.given[key] = list(rows)
+        _add(key, [_lacks(key, prompt) for prompt in rows], report)
+
+
+def look_at_tokens(config: Config, tokenizer: Tokenizer, positions: int | None, report: Report, pictured: int) -> None:
+    """Adds to ``report`` where the answers that these have cannot be made tokens of, for a model with so many
+    ``positions`` (None: any number). Of rows with pictures so many are looked at."""
     from penstock.services.turns.given import given_trajectory
 
-    room, why = longest_sequence(config.rollout.engine, positions), []
-    for prompt in rows if config.rollout.given.answers else ():
-        if _lacks(prompt):
-            continue  # told of already
-        try:
-            given_trajectory(tokenizer, prompt, config.rollout.given.turns, 0, room)
-            why.append("")
-        except Exception as error:  # a template may raise anything
-            why.append(f"row {prompt.index}: {error}")
-    _add(why, report)
+    room = longest_sequence(config.rollout.engine, positions)
+    for key, rows in report.given.items():
+        why = []
+        with_pictures = [prompt for prompt in rows if prompt.pictures]
+        for prompt in rows:
+            if _lacks(key, prompt) or prompt in with_pictures[pictured:]:
+                continue  # told of already, or one of many
+            try:
+                given_trajectory(tokenizer, prompt, config.rollout.given.turns, 0, room)
+                why.append("")
+            except Exception as error:  # a template may raise anything
+                why.append(f"row {prompt.index}: {error}")
+        _add(key, why, report)
 
 
-def _lacks(prompt: Prompt) -> str:
+def _lacks(key: str, prompt: Prompt) -> str:
     """Why a row has no answer; empty: it has one."""
     answer = own_answer(prompt)
     if is_answer(answer):
         return ""
     found = not_answer(answer)
-    return f"row {prompt.index}: its answer is {found}, not text or messages: prompts.train.answer_key names its column"
+    return f"row {prompt.index}: its answer is {found}, not text or messages: {key}.answer_key names its column"
 
 
-def _add(why: list[str], report: Report) -> None:
+def _add(key: str, why: list[str], report: Report) -> None:
     """``why`` not, of each row; empty where its answer can be given."""
     lacking = [words for words in why if words]
     if lacking:
         which = "none" if len(lacking) == len(why) else f"{len(lacking)}"
-        words = f"rollout.given.answers: of the first {len(why)} rows of prompts.train {which} can"
+        words = f"{'rollout.given.answers' if key == TRAIN else key}: of the first {len(why)} rows "
+        words += f"of prompts.train {which} can" if key == TRAIN else f"{which} can"
         if len(lacking) == len(why):
             report.problems.append(f"{words} give an answer; {lacking[0]}")
         else:

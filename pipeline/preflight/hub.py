@@ -29,7 +29,8 @@ def keys(config: Config) -> set[str]:
     others = {"reference.path": config.reference.path, "critic.path": config.critic.path}
     found |= {key for key, path in others.items() if path and may_be_on_hub(path)}
     sources = {"prompts.train": config.prompts.train}
-    sources |= {f"prompts.eval.{name}": source for name, source in config.prompts.eval.items()}
+    for place, sets in (("eval", config.prompts.eval), ("eval_given", config.prompts.eval_given)):
+        sources |= {f"prompts.{place}.{name}": source for name, source in sets.items()}
     for key, mixed in list(sources.items()):
         if isinstance(mixed, MixData):
             sources |= {f"{key}.sources.{name}": source for name, source in mixed.sources.items()}

@@ -212,4 +212,6 @@ def _encode(config: Config, report: Report) -> None:
         f"model.path: {config.model.path}; the first {len(sizes)} prompts are {min(sizes)} to {max(sizes)} tokens"
     )
     check_length(config, sizes, report, positions_of(model) or 1 << 30)
-    given.look_at_tokens(config, rows, tokenizer, positions_of(model), report)
+    if given.TRAIN in report.given:
+        report.given[given.TRAIN] = rows
+    given.look_at_tokens(config, tokenizer, positions_of(model), report, PICTURED)

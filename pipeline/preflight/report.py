@@ -27,6 +27,8 @@ class Report:
     """A usable prompt of the training data."""
     rows: dict[str, Prompt] = field(default_factory=dict)
     """One of each source whose rewards are asked for: of the training data, or else of an evaluation set."""
+    given: dict[str, list[Prompt]] = field(default_factory=dict)
+    """By the key of their data the first rows whose own answers are wanted."""
     trained: set[str] = field(default_factory=set)
     """The sources of the first rows of the training data."""
     evaluated: dict[str, set[str]] = field(default_factory=dict)

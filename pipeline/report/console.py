@@ -14,7 +14,8 @@ from rich.console import Console
 log = structlog.get_logger()
 
 SHOWN = (
-    "outcome", "steps", "reward_first", "reward_last", "eval_before", "eval_after", "eval_best",
+    "outcome", "steps", "reward_first", "reward_last", "eval_before", "eval_after", "eval_loss_before",
+    "eval_loss_after", "eval_best",
     "lag_max_seen", "groups_trained",
     "groups_lost", "groups_trained_twice", "groups_without_variance", "steps_skipped", "rewards_failed",
     "prompts_dropped", "train_s", "restarts",
@@ -39,6 +40,7 @@ class RunConsole(Console):
 def print_summary(console: Console, summary: dict[str, Any], folder: Path) -> None:
     """The main numbers, what one should look at, and where the report is."""
     shown = {key: summary[key] for key in (*SHOWN, "error") if key in summary}
+    shown = {key: value for key, value in shown.items() if value is not None or not key.startswith("eval_loss")}
     console.print(json.dumps(shown, indent=2, ensure_ascii=False), highlight=False, markup=False, soft_wrap=True)
     print_findings(console, summary)
     report = folder / "report.html"

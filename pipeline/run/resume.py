@@ -13,14 +13,15 @@ from penstock.pipeline.config.passwords import HIDDEN
 from penstock.pipeline.run.summary import check_run, read_lines, read_summary
 
 FIXED = (
-    "model", "prompts.train", "prompts.shuffle", "prompts.curriculum", "prompts.eval", "prompts.eval_size",
+    "model", "prompts.train", "prompts.shuffle", "prompts.curriculum", "prompts.eval", "prompts.eval_given",
+    "prompts.eval_size",
     "prompts.eval_sampling", "run.seed", "run.deterministic", "rollout.sampling.n", "rollout.sampling.temperature",
     "trainer.lora", "trainer.optimizer.type", "critic.optimizer.type",
 )  # fmt: skip
 """What a resumed run must have as it began."""
 FOLDERS = ("model.path", "trainer.lora.start")
 """Among these, folders, which may have been moved: where one is gone, another may be given."""
-FILE = re.compile(r"prompts\.(train|eval\.[^.]+)\.(sources\.[^.]+\.)?files\.\d+")
+FILE = re.compile(r"prompts\.(train|eval(_given)?\.[^.]+)\.(sources\.[^.]+\.)?files\.\d+")
 """And files of data."""
 NOWHERE = ("run.name", "run.folder")
 """Where a run lies is known by then."""

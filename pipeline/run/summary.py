@@ -116,7 +116,7 @@ def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts
     rewards = [row["reward"] for row in steps]
     totals = state["totals"]
     last = [reward for reward in rewards[-WINDOW:] if math.isfinite(reward)]
-    drops = read_lines(folder / "dropped.jsonl")
+    drops, losses = read_lines(folder / "dropped.jsonl"), state["eval_losses"]
     found = {
         "run": state["run"],
         "outcome": outcome,
@@ -126,6 +126,8 @@ def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts
         "reward_last": sum(last) / len(last) if last else None,
         "eval_before": state["evaluations"].get("before"),
         "eval_after": state["evaluations"].get("after"),
+        "eval_loss_before": losses.get("0"),
+        "eval_loss_after": losses.get(str(state["step"])),
         "eval_best": best["score"] if (best := state.get("best")) else None,
         "eval_best_step": best["step"] if best else None,
         "max_lag": max([state["max_lag"], *(row.get("max_lag", 0) for row in steps)]),
@@ -148,6 +150,7 @@ def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts
         "wall_s": round(state["wall_s"], 3),
         "restarts": restarts,
         "evaluations": state["evaluations_by_set"],
+        "eval_losses": losses,
         "look_at_this": findings(state, steps, drops),
     }
     return dict(finite(found))

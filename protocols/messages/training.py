@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from penstock.protocols.experience import Bytes, Values
+from penstock.protocols.experience import Bytes, Prompt, Values
 from penstock.protocols.messages.base import Message
 from penstock.protocols.messages.publishing import CommitVersion
 
@@ -16,6 +16,38 @@ class Take(Message):
     step: int
     after: list[int] = []
     """The groups of the step before, as this learner has trained on them; empty where it does not know."""
+
+
+class HeldOutRequest(Message):
+    """trainer → broker: rows whose own answers it measures the loss on (`prompts.eval_given`), from row ``begin`` of
+    all on. Answered by `HeldOutRows`."""
+
+    begin: int
+
+
+class HeldOutRow(BaseModel):
+    """A prompt with the answer that it brings, and the set that it is from."""
+
+    model_config = ConfigDict(extra="forbid")
+    set: str
+    prompt: Prompt
+
+
+class HeldOutRows(Message):
+    """broker → trainer: some of them, without those that cannot be used. ``next`` is the row to ask for next, where
+    there are ``more``."""
+
+    rows: list[HeldOutRow]
+    next: int
+    more: bool
+
+
+class EvalLoss(Message):
+    """trainer → broker: the loss on held-out rows after ``step`` steps, by set, nats a token. Answered by `Ack` once
+    durable; said again, it changes nothing."""
+
+    step: int
+    sets: dict[str, float]
 
 
 class TakenGroup(BaseModel):

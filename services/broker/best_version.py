@@ -15,13 +15,19 @@ log = structlog.get_logger()
 
 
 def best(state: BrokerState, margin: float = 0.0) -> Best | None:
-    """Of the evaluations so far."""
-    return best_of(state.evaluation.course(state.settings.prompts.best_by), margin)
+    """Of the evaluations so far; where they are losses, its score is one with its sign turned."""
+    return best_of(_course(state), margin)
+
+
+def shown(state: BrokerState) -> dict[str, Any] | None:
+    """The best one for people: a loss is what it is."""
+    found = best(state)
+    return found._asdict() | {"score": _as_measured(state, found.score)} if found else None
 
 
 def worth_keeping(state: BrokerState) -> list[int]:
     """Versions whose checkpoint is the best one, or may become so."""
-    found = best_of(each for each in state.evaluation.course(state.settings.prompts.best_by) if each[0])
+    found = best_of(each for each in _course(state) if each[0])
     under_way = state.evaluation.round
     return [*([found.step] if found else []), *([under_way.step] if under_way else [])]
 
@@ -31,11 +37,8 @@ def consider_end(state: BrokerState) -> None:
     prompts, found = state.settings.prompts, best(state, state.settings.prompts.stop_margin)
     if not prompts.stop_after or found is None or found.since < prompts.stop_after or state.progress.early:
         return
-    _end(
-        state,
-        f"{found.since} evaluations in a row were no better than {found.score:.4g}, after step {found.step} "
-        "(prompts.stop_after)",
-    )
+    measured = f"{_as_measured(state, found.score):.4g}, after step {found.step} (prompts.stop_after)"
+    _end(state, f"{found.since} evaluations in a row were no better than {measured}")
 
 
 def early_end(state: BrokerState) -> dict[str, Any]:
@@ -50,6 +53,21 @@ def take_up(state: BrokerState, row: dict[str, Any]) -> None:
         consider_end(state)
     elif row["reason"]:
         _end(state, row["reason"])
+
+
+def _as_measured(state: BrokerState, score: float) -> float:
+    return -score if _by_loss(state) else score
+
+
+def _by_loss(state: BrokerState) -> bool:
+    prompts = state.settings.prompts
+    return prompts.best_by in prompts.eval_given if prompts.best_by else not prompts.evaluates
+
+
+def _course(state: BrokerState) -> list[tuple[int, float]]:
+    """Step and score of each evaluation that counts."""
+    of = state.losses if _by_loss(state) else state.evaluation
+    return of.course(state.settings.prompts.best_by)
 
 
 def _keys(state: BrokerState) -> list[Any]:

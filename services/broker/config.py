@@ -6,7 +6,7 @@ import difflib
 from typing import Annotated, Any, Literal
 
 import regex
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from penstock.protocols.columns import REWARD
 from penstock.protocols.connection import is_address
@@ -14,8 +14,8 @@ from penstock.protocols.experience import Sampling
 from penstock.services.data.config import DataConfig, shows_pictures
 from penstock.services.runtime.settings import Section, check_bind
 
-ONE_SET = "held_out"
-"""The name of a single evaluation set that has none."""
+ONE_SET, ONE_GIVEN_SET = "held_out", "given"
+"""The name of a single evaluation set that has none: of `PromptsConfig.eval`, and of `PromptsConfig.eval_given`."""
 
 MOST_RETRY_S = 50
 """As long as a store that does not answer is waited for, at most."""
@@ -109,21 +109,28 @@ class PromptsConfig(Section):
     """Held-out prompts, answered greedily before and after training: a data source, or several by name, e.g.
     ``{sums: {type: hub, path: json, files: [sums.jsonl]}, words: {type: sort}}``, each with a curve of its own. null:
     no evaluation."""
+    eval_given: dict[str, DataConfig] = {}
+    """Held-out rows with answers of their own (``answer_key``): the trainer measures the loss on these answers, before
+    the first step, after every `eval_every` steps and after the last. A data source, or several by name, e.g.
+    ``{solved: {type: hub, path: json, files: [held_out.jsonl], answer_key: solution}}``; null: none."""
     eval_size: int = Field(256, ge=0)
-    """Held-out prompts that one evaluation asks of each set of `eval`, at most: its first ones. 0: no evaluation."""
+    """Held-out prompts that one evaluation asks of each set of `eval`, at most, and rows of each set of `eval_given`:
+    its first ones. 0: no evaluation."""
     eval_sampling: dict[str, EvalSampling] = {}
     """How the sets of `eval` are answered, by name (``held_out`` is one without a name), e.g.
     ``{aime: {n: 16, temperature: 0.6}}``; greedily where nothing is said."""
     eval_every: int = Field(0, ge=0)
     """Evaluate also after every so many steps, e.g. ``50``, while training goes on; 0: not."""
     best_by: str | None = None
-    """The evaluation set by whose mean reward a version is the best one, or no better, e.g. ``aime``; null: the mean
-    over the prompts of all sets."""
+    """The evaluation set by whose mean reward a version is the best one, or no better, e.g. ``aime``; of `eval_given`
+    by its loss, of which less is better. null: the mean over the prompts of all sets of `eval`; where there are none,
+    the mean loss of those of `eval_given`."""
     stop_after: int = Field(0, ge=0)
     """End the run early once so many evaluations in a row were no better than the best before them, e.g. ``3`` with
     `eval_every` 50: 150 steps in vain; 0: never."""
     stop_margin: float = Field(0.0, ge=0)
-    """What counts as better for `stop_after`: more than this above the best, e.g. ``0.01``."""
+    """What counts as better for `stop_after`: more than this above the best, or a loss that far below, e.g.
+    ``0.01``."""
     shuffle: bool = True
     """Draw the prompts in random order (by `run.seed`), another in each epoch; false: in the data's own order."""
     epochs: int | None = Field(None, ge=1)
@@ -139,17 +146,27 @@ class PromptsConfig(Section):
         return bool(self.eval and self.eval_size)
 
     @property
+    def measures(self) -> bool:
+        """There is something to measure the loss on."""
+        return bool(self.eval_given and self.eval_size)
+
+    @property
+    def watched(self) -> bool:
+        """One or the other is done while the run trains."""
+        return bool(self.eval_every) and (self.evaluates or self.measures)
+
+    @property
     def show_pictures(self) -> bool:
         """Some of them may."""
-        return any(map(shows_pictures, [self.train, *self.eval.values()]))
+        return any(map(shows_pictures, [self.train, *self.eval.values(), *self.eval_given.values()]))
 
-    @field_validator("eval", mode="before")
+    @field_validator("eval", "eval_given", mode="before")
     @classmethod
-    def _named(cls, value: Any) -> Any:
+    def _named(cls, value: Any, info: ValidationInfo) -> Any:
         if value is None:
             return {}
         is_source = isinstance(value, dict) and any(not isinstance(part, dict) for part in value.values())
-        return {ONE_SET: value} if is_source else value
+        return {ONE_SET if info.field_name == "eval" else ONE_GIVEN_SET: value} if is_source else value
 
     @model_validator(mode="after")
     def _sampled(self) -> PromptsConfig:
@@ -157,11 +174,17 @@ class PromptsConfig(Section):
             if name not in self.eval:
                 there = ", ".join(self.eval) or "none"
                 raise ValueError(f"eval_sampling: there is no evaluation set {name!r}; the sets of eval are: {there}")
-        if self.best_by is not None and self.best_by not in self.eval:
-            there = ", ".join(self.eval) or "none"
-            raise ValueError(f"best_by: there is no evaluation set {self.best_by!r}; the sets of eval are: {there}")
-        if self.stop_after and not (self.eval and self.eval_size and self.eval_every):
-            raise ValueError("stop_after: nothing is evaluated while the run trains; set eval and eval_every, e.g. 50")
+        if both := self.eval.keys() & self.eval_given.keys():
+            raise ValueError(f"eval_given: eval has a set of the name {min(both)!r}, too; give it another name")
+        if self.best_by is not None and self.best_by not in {**self.eval, **self.eval_given}:
+            there = ", ".join({**self.eval, **self.eval_given}) or "none"
+            raise ValueError(
+                f"best_by: there is no evaluation set {self.best_by!r}; the sets of eval and eval_given are: {there}"
+            )
+        if self.stop_after and not self.watched:
+            raise ValueError(
+                "stop_after: nothing is evaluated while the run trains; set eval or eval_given, and eval_every, e.g. 50"
+            )
         return self
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import structlog
@@ -14,7 +15,7 @@ from penstock.protocols.columns import ColumnError
 from penstock.protocols.experience import ExperienceError, Purpose
 from penstock.protocols.packed_groups import source_in
 from penstock.protocols.router_server import reason_of
-from penstock.services.broker import best_version, clock, scoring
+from penstock.services.broker import best_version, clock, held_out_loss, scoring
 from penstock.services.broker.agents import AgentDesk, NotHeldError
 from penstock.services.broker.membership import Member, MembershipError
 from penstock.services.broker.rules.ledger import LedgerError, Step
@@ -41,6 +42,8 @@ class Handlers:
             m.Scores: self._on_scores,
             m.LedgerTail: self._on_ledger_tail,
             m.Take: self._on_take,
+            m.HeldOutRequest: partial(held_out_loss.send_rows, state),
+            m.EvalLoss: partial(held_out_loss.take, state),
             m.StepColumn: self._on_step_column,
             m.Learned: self._on_learned,
             m.Commit: self._on_commit,

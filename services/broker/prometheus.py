@@ -93,6 +93,10 @@ class Exporter(Collector):
             "eval_reward", "Mean reward of the newest evaluation, by its set.",
             _named(next(reversed(state["evaluations_by_set"].values()), {}), "set"),
         )  # fmt: skip
+        yield _gauge(
+            "eval_loss", "Newest loss on held-out rows, nats a token, by their set.",
+            _named(next(reversed(state["eval_losses"].values()), {}), "set"),
+        )  # fmt: skip
         yield _gauge("groups", "Groups of answers in each state.", _named(state["queues"], "state"))
         yield from self._actors(state["members"])
         yield _gauge("actor_lost", "Actors that are not heard of any more.", [({"actor": a}, 1) for a in state["lost"]])

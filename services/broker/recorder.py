@@ -62,6 +62,11 @@ class Recorder:
             sets = {f"eval_reward/{name}": reward for name, reward in row["sets"].items()}
             self._trackers.log({"step": row["step"], "eval_reward": row["reward"], **sets})
 
+    def losses(self, row: dict[str, Any]) -> None:
+        """One line each time that the loss on held-out rows was measured."""
+        self._write(self._metrics, {"kind": "eval_loss", **row})
+        self._trackers.log({"step": row["step"]} | {f"eval_loss/{name}": loss for name, loss in row["sets"].items()})
+
     def answers(self, step: int, size: int, make: Callable[[], Table]) -> None:
         """Some of a step, for trackers alone (`Trackers.table`)."""
         self._trackers.table(step, size, make)

@@ -20,6 +20,8 @@ SENDERS: dict[type[m.Message], str] = {
     m.Reach: "rollout",
     m.LedgerTail: "trainer",
     m.Take: LEARNER,
+    m.HeldOutRequest: "trainer",
+    m.EvalLoss: "trainer",
     m.StepColumn: LEARNER,
     m.Learned: LEARNER,
     m.Commit: "trainer",

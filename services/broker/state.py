@@ -37,6 +37,7 @@ from penstock.services.broker.rules.curriculum import Bounds, Curriculum
 from penstock.services.broker.rules.evaluation import Evaluation
 from penstock.services.broker.rules.gate import Gate
 from penstock.services.broker.rules.groups import DropKind, GroupTracker
+from penstock.services.broker.rules.held_out_losses import HeldOutLosses
 from penstock.services.broker.rules.holds import Holds
 from penstock.services.broker.rules.leases import Lease
 from penstock.services.broker.rules.ledger import Step
@@ -173,24 +174,28 @@ class BrokerState:
         self.router = RouterServer(settings.broker.bind, settings.keys)
         self.meanwhile = Meanwhile(self.router)
         try:
-            self.prompts, self.held_out = self.meanwhile.until(self._read_prompts)
+            self.prompts, self.held_out, self.held_out_given = self.meanwhile.until(self._read_prompts)
             self._open(Store(store_url, settings.run, settings.store, settings.store_key, self.meanwhile))
         except BaseException:
             self.router.close()
             raise
 
-    def _read_prompts(self) -> tuple[PromptStream, HeldOut]:
+    def _read_prompts(self) -> tuple[PromptStream, HeldOut, HeldOut]:
         """Of large files, for minutes."""
         settings = self.settings.prompts
         stream = open_source(settings.train)
         prompts = PromptStream(stream, self.settings.seed, settings.shuffle, settings.epochs)
-        return prompts, HeldOut.open(settings.eval, settings.eval_size)
+        asked, given = (
+            HeldOut.open(getattr(settings, key), settings.eval_size, f"prompts.{key}") for key in ("eval", "eval_given")
+        )
+        return prompts, asked, given
 
     def _open(self, store: Store) -> None:
         """Takes up what is there."""
         settings, self.store = self.settings, store
         columns = settings.columns.scored
         self.payloads = Payloads(self.store, settings.columns)
+        self.losses = HeldOutLosses(self.store)
         self.evaluation = Evaluation(
             self.store,
             len(self.held_out),

@@ -24,12 +24,10 @@ class HeldOut:
         self._ends = list(accumulate(min(size, len(prompts)) for prompts in self._sets))
 
     @classmethod
-    def open(cls, sets: Mapping[str, DataConfig], size: int) -> HeldOut:
-        """Those of a config's ``prompts.eval``; ``size`` 0: none, and nothing is opened."""
+    def open(cls, sets: Mapping[str, DataConfig], size: int, key: str = "prompts.eval") -> HeldOut:
+        """Those that stand at ``key`` of a config; ``size`` 0: none, and nothing is opened."""
         opened = {
-            name: open_source(config, held_out=True, key=f"prompts.eval.{name}")
-            for name, config in sets.items()
-            if size
+            name: open_source(config, held_out=True, key=f"{key}.{name}") for name, config in sets.items() if size
         }
         return cls(opened, size)
 

@@ -128,14 +128,21 @@ class ModelLearner:
         """``parts``, each a forward pass: of a pipeline's stage, as many ahead as there are stages behind it."""
         return ahead(parts, self.world.shape.stages - 1 - self.world.stage)
 
-    @torch.no_grad()
     def evaluate(self, step: TrainingBatch, compute: Callable[[Rows], torch.Tensor]) -> list[np.ndarray]:
-        """What ``compute`` gives for the sampled tokens of the whole step: float32 ``[tokens]`` of each trajectory, 0
-        where nothing was sampled. The ranks share the work, and each is told all of it: it may need any row later."""
+        """What ``compute`` gives for the sampled tokens of the whole step, as `evaluated`."""
+        return self.evaluated(step.trajectories, step.groups, compute)
+
+    @torch.no_grad()
+    def evaluated(
+        self, trajectories: Sequence[Trajectory], groups: np.ndarray, compute: Callable[[Rows], torch.Tensor]
+    ) -> list[np.ndarray]:
+        """What ``compute`` gives for the sampled tokens of ``trajectories``, which are of these ``groups``: float32
+        ``[tokens]`` of each, 0 where nothing was sampled. The ranks share the work, and each is told all of it: it may
+        need any row later."""
 
         def of_mine() -> tuple[list[np.ndarray], list[int]]:
-            mine = self._dealt(self.passes(step.trajectories, step.groups, self.micro_batches.tokens))
-            found = by_trajectory(step.trajectories, (each.rows() for each, _ in mine), compute)
+            mine = self._dealt(self.passes(trajectories, groups, self.micro_batches.tokens))
+            found = by_trajectory(trajectories, (each.rows() for each, _ in mine), compute)
             return found, [index for each, counts in mine if counts for index in each.index]
 
         with self.memory.of("memory/first_pass"):
@@ -144,7 +151,7 @@ class ModelLearner:
         reshard(self.model)
         if self.stage:
             self.stage.settle()
-        return self._of_all(step.trajectories, found, mine)
+        return self._of_all(trajectories, found, mine)
 
     def _of_all(self, trajectories: Sequence[Trajectory], found: list[np.ndarray], mine: list[int]) -> list[np.ndarray]:
         """What any rank has ``found``, of which this one knows that of the trajectories ``mine``."""

@@ -29,6 +29,7 @@ from penstock.services.runtime.actor import ActorContext
 from penstock.services.trainer.advantage_config import SelfDistillationAdvantage
 from penstock.services.trainer.canary import canary_tokens
 from penstock.services.trainer.config import LoraConfig, TrainerConfig
+from penstock.services.trainer.held_out import HeldOut, HeldOutSettings, unpack_rows
 from penstock.services.trainer.judgements import Judgements
 from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.profiling import profiled
@@ -74,6 +75,13 @@ class TrainerSettings:
     """How long these may take to give them up."""
     template: dict[str, Any] = field(default_factory=dict)
     """What the tokenizer's chat template is told beside the messages."""
+    held_out: HeldOutSettings = field(default_factory=HeldOutSettings)
+    """What the loss on held-out rows is of."""
+
+    def held_out_rows(self, packed: bytes) -> HeldOut:
+        """Of rows, packed as `held_out.pack_rows` does."""
+        text = Tokenizer(self.model_path, self.template)
+        return HeldOut(self.held_out, unpack_rows(packed), text, self.trainer.steps)
 
     def canary(self, learner: Learner, tokenizer: Any) -> list[int]:
         """The sequence that every version is checked with: the same for a run's life, and on every rank."""

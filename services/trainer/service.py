@@ -14,6 +14,10 @@ from penstock.protocols.messages import (
     Canary,
     Commit,
     CommitVersion,
+    EvalLoss,
+    HeldOutRequest,
+    HeldOutRow,
+    HeldOutRows,
     LedgerRow,
     LedgerTail,
     Message,
@@ -28,6 +32,7 @@ from penstock.services.runtime.actor import Actor, ActorContext
 from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer.algorithm_config import CustomFunction
 from penstock.services.trainer.canary import CanaryBound
+from penstock.services.trainer.held_out import HeldOut, HeldOutSettings, pack_rows
 from penstock.services.trainer.rank_setup import TrainerSettings, make_exporter, make_rank, train
 from penstock.services.trainer.worker_rank import WorkerRank
 from penstock.services.weights.sender.publication import Publication
@@ -68,6 +73,9 @@ class Trainer:
         self._publisher.loaded = lambda loaded: self._bound.note(loaded.canary)
         self._resting = False
         """Its devices are others'."""
+        self._held_out: HeldOut | None = None
+        self._measured = -1
+        """The version whose loss on held-out rows is known."""
         self._skipped = 0
         """Steps in a row, up to now, that changed no weight."""
 
@@ -84,6 +92,9 @@ class Trainer:
             log.info("redoing steps", from_version=self._learner.version, to_version=resumed.committed)
         first = Publication(self._learner.version, self._score_canary(), quiet=behind)
         self._publication = self._publisher.publish(first)
+        self._ask_held_out()
+        if not self._learner.version:
+            self._measure()
         while (batch := self._take()) is not None:
             self._train(batch)
         self._end()
@@ -102,6 +113,8 @@ class Trainer:
         self._settle()
         if self._learner.version and not self._publisher.error:  # else it is what it began as
             self._work()
+            if self._desk.stopped is None:
+                self._measure()
             self._save()
             self._rest()
         if self._desk.stopped is None:
@@ -177,6 +190,8 @@ class Trainer:
             **({"turn_wait_s": self._shift.waited_s} if self._shift else {}),
             **self._learner.memory.metrics(),
         }
+        if self._held_out and self._held_out.due(self._learner.version):
+            self._measure()
         self._settle()  # the ledger lets us take one step ahead of what is committed, and no more
         version = self._learner.version
 
@@ -247,6 +262,29 @@ class Trainer:
         logprobs = self._learner.score(self._canary)
         return Canary(tokens=self._canary, logprobs=logprobs, tolerance=self._bound.tolerance)
 
+    def _ask_held_out(self) -> None:
+        """For the rows that the loss is measured on, if it is."""
+        if not self._settings.held_out.sets:
+            return
+        rows, begin, more = list[HeldOutRow](), 0, True
+        while more:
+            said = self.actor.mailbox.ask(HeldOutRequest(begin=begin), ANSWER_DEADLINE_S)
+            assert isinstance(said, HeldOutRows)
+            rows, begin, more = [*rows, *said.rows], said.next, said.more
+        packed = pack_rows(rows)
+        self._held_out = self._settings.held_out_rows(packed)
+        if self._world.size > 1:
+            self._world.order("rows")
+            self._world.share(packed)
+
+    def _measure(self) -> None:
+        """The loss on held-out rows, of a version of which it is not known yet."""
+        if self._held_out and self._measured != self._learner.version:
+            self._world.order("measure")
+            found = self._held_out.measure(self._learner)
+            self.actor.mailbox.ask(EvalLoss(step=self._learner.version, sets=found), ANSWER_DEADLINE_S)
+            self._measured = self._learner.version
+
     def _ledger_tail(self) -> LedgerTail:
         return LedgerTail(version=self.actor.version, steps=list(self._tail))
 
@@ -282,5 +320,11 @@ def make(context: ActorContext, config: Any, kind: str) -> Trainer | WorkerRank:
         turn_s=config.run.turn_s,
         deterministic=config.run.deterministic,
         template=config.template,
+        held_out=HeldOutSettings(
+            sets=tuple(config.prompts.eval_given) if config.prompts.measures else (),
+            every=config.prompts.eval_every,
+            turns=config.rollout.given.turns,
+            longest=config.rollout.engine.max_length,
+        ),
     )
     return WorkerRank(context, settings) if int(os.environ.get("RANK", "0")) else Trainer(context, settings)

@@ -6,6 +6,7 @@ import threading
 
 from penstock.services.learning import checkpoint
 from penstock.services.runtime.actor import ActorContext
+from penstock.services.trainer.held_out import HeldOut
 from penstock.services.trainer.rank_setup import TrainerSettings, make_exporter, make_rank, train
 from penstock.services.weights.queues import Event, mark_current
 from penstock.services.weights.sender.rank_sender import RankSender
@@ -26,6 +27,7 @@ class WorkerRank:
         self._canary = settings.canary(self._learner, rank.tokenizer)
         self._sending: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._held_out: HeldOut | None = None
 
     @property
     def version(self) -> int:
@@ -47,6 +49,11 @@ class WorkerRank:
                 trained = mark_current(self._learner.device)
                 self._sending = threading.Thread(target=self._send, args=(trained,), name="source", daemon=True)
                 self._sending.start()
+            elif what == "rows":
+                self._held_out = self._settings.held_out_rows(self._world.share())
+            elif what == "measure":
+                assert self._held_out
+                self._held_out.measure(self._learner)
             elif what == "save":
                 self._saver.begin()
             elif what == "rest":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from penstock.pipeline.run.summary import read_lines
+from penstock.protocols import messages as m
 from penstock.protocols.experience import Sampling, Trajectory
 from penstock.services.broker.config import EvalSampling, PromptsConfig
+from penstock.services.broker.rules.course import best_of
 from penstock.services.broker.rules.evaluation import Evaluation, majority, pass_at
+from penstock.services.broker.rules.held_out_losses import HeldOutLosses
 from penstock.services.broker.rules.journal import Volatile
 from penstock.services.broker.scoring import _vote
+from tests.broker.machine import Memory
+from tests.broker.test_broker import Stage
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=10))
@@ -127,3 +134,52 @@ def test_a_pattern_that_goes_back_and_forth_does_not_hold_up_the_broker() -> Non
     began = time.monotonic()
     assert _vote(replace(one, text="boxed{" + "1" * 60), endless) is None and time.monotonic() - began < 5
     assert _vote(replace(one, text="so boxed{1{2}3}"), endless) == "1{2}3"
+
+
+def test_the_lower_loss_is_the_better_one() -> None:
+    journal = Memory()
+    losses = HeldOutLosses(journal)
+    for step, sets in ((0, {"a": 4.0, "b": 2.0}), (20, {"a": 1.0, "b": 3.0}), (10, {"a": 2.0, "b": 1.0})):
+        losses.note(step, sets)
+    journal.commit()
+    again = HeldOutLosses(journal)
+    assert again.by_step == losses.by_step
+    assert again.course() == [(0, -3.0), (10, -1.5), (20, -2.0)] and again.course("a")[-1] == (20, -1.0)
+    best = best_of(again.course())
+    assert best and (best.step, best.since) == (10, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"eval": {"x": {"type": "sort"}}, "eval_given": {"x": {"type": "sort"}}}, "eval has a set of the name 'x'"),
+        ({"eval_given": {"type": "sort"}, "best_by": "aime"}, "sets of eval and eval_given are: given"),
+    ],
+)
+def test_sets_of_both_kinds_have_names_of_their_own(given: dict[str, object], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        PromptsConfig.model_validate({"train": {"type": "sort"}} | given)
+
+
+def test_a_run_ends_early_by_the_loss_that_the_trainer_measures(tmp_path: Path, redis_url: str) -> None:
+    prompts = PromptsConfig.model_validate(
+        {"train": {"type": "sort", "size": 50}, "eval_given": {"type": "sort", "size": 20, "seed": 1}}
+        | {"eval_every": 1, "eval_size": 18, "stop_after": 2}
+    )
+    stage = Stage(tmp_path, redis_url, prompts=prompts, steps=9)
+    trainer = stage.peer("trainer", "trainer")
+    first = trainer.box.ask(m.HeldOutRequest(begin=0), 5)
+    assert isinstance(first, m.HeldOutRows) and first.more and {row.set for row in first.rows} == {"given"}
+    rest = trainer.box.ask(m.HeldOutRequest(begin=first.next), 5)
+    assert isinstance(rest, m.HeldOutRows) and not rest.more and len(first.rows) + len(rest.rows) == 18
+    assert all(row.prompt.truth for row in first.rows)
+    stage.rollout()
+    for step, loss in enumerate((4.0, 1.0, 1.5, 1.5, 1.25)):
+        for _ in range(2):  # said again, it is one
+            assert trainer.box.ask(m.EvalLoss(step=step, sets={"given": loss}), 5) == m.Ack()
+    state = stage.broker.state
+    assert state["best"] == {"step": 1, "score": 1.0, "since": 3}
+    assert "2 evaluations in a row were no better than 1, after step 1" in state["early"] and state["steps"] == 9
+    stage.close()
+    rows = [row for row in read_lines(tmp_path / "metrics.jsonl") if row["kind"] == "eval_loss"]
+    assert [row["sets"]["given"] for row in rows] == [4.0, 1.0, 1.5, 1.5, 1.25]

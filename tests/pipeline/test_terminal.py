@@ -19,7 +19,8 @@ STATE = {
     "metrics": {}, "step": 3, "steps": 10, "phase": "training", "max_lag": 2, "stall": None, "dropped": 0,
     "filtered": {}, "queues": {"leased": 1, "unscored": 0, "ready": 0},
     "totals": {"prompts_dropped": 0, "generated_tokens": 0},
-    "evaluations_by_set": {}, "evaluations": {}, "members": {}, "rewards": {}, "lost": {}, "version": 3,
+    "evaluations_by_set": {}, "eval_losses": {}, "evaluations": {}, "members": {}, "rewards": {}, "lost": {},
+    "version": 3,
 }  # fmt: skip
 
 

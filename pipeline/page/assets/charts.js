@@ -5,6 +5,7 @@ const CHARTS = [
   {title: "Lag of trained tokens, versions", lines: ["lag_mean", "lag_max", "max_lag"]},
   {title: "Engine beside trainer: KL (k3), nats", lines: ["mismatch_kl_k3", "mismatch_bound"]},
   {title: "Loss", lines: ["loss", "critic_loss"]},
+  {title: "Loss on held-out rows, nats a token", lines: [], losses: true},
   {title: "Gradient norm", lines: ["grad_norm"]},
   {title: "Entropy, nats", lines: ["entropy"]},
   {title: "KL from the reference, nats", lines: ["reference_kl", "approx_kl"]},
@@ -91,7 +92,7 @@ class Curves {
     return {width: Math.max(240, node.clientWidth - 20), height: 190};
   }
 
-  chart({title, lines, evaluations, compared}) {  // compared: of several runs, all lines of each
+  chart({title, lines, evaluations, losses, compared}) {  // compared: of several runs, all lines of each
     const every = [];
     const several = this.runs.length > 1;
     this.runs.forEach((run, which) => {
@@ -114,6 +115,13 @@ class Curves {
         });
       }
     });
+    for (const run of losses ? this.runs : []) {
+      [...new Set(run.losses.flatMap((row) => Object.keys(row.sets)))].forEach((name, place) => {
+        const rows = run.losses.filter((row) => name in row.sets).sort((a, b) => a.step - b.step);
+        every.push({x: rows.map((row) => row.step), y: rows.map((row) => row.sets[name]),
+          label: (several ? run.name + ": " : "") + name, shade: several ? this.runs.indexOf(run) : place, points: true});
+      });
+    }
     return {title, every, unit: "step"};
   }
 

@@ -125,15 +125,16 @@ function follow(run, fresh) {
 
 async function renew(which, run) {
   const {seen} = run;
-  const {steps, loads, evaluations, columns, beats, ...fresh}
+  const {steps, loads, evaluations, losses, columns, beats, ...fresh}
     = await ask(`runs/${which}?run=${run.id}&metrics=${seen.metrics}&loads=${seen.loads}&beats=${seen.beats}`);
   const loaded = run.loads.time?.length ?? 0;
   merge(run.steps, steps, places(run.steps.step, steps.step));
   merge(run.loads, loads, (loads.time ?? []).map((_, i) => loaded + i));
   follow(run, beats);
   run.evaluations.push(...evaluations);
+  run.losses.push(...losses);
   run.columns = [...new Set([...run.columns, ...columns])];
-  const changed = Boolean(steps.step || evaluations.length) || run.summary?.outcome !== fresh.summary?.outcome;
+  const changed = Boolean(steps.step || evaluations.length || losses.length) || run.summary?.outcome !== fresh.summary?.outcome;
   if (run.config !== fresh.config) { run.config = fresh.config; configs(); }
   Object.assign(run, fresh, {unread: null});
   return changed;

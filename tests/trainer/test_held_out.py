@@ -1,0 +1,72 @@
+"""The loss on held-out rows: beside transformers' own, and what a row that cannot be used costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
+from penstock.protocols.experience import Prompt
+from penstock.protocols.messages import HeldOutRow
+from penstock.services.runtime.errors import SetupError
+from penstock.services.trainer.config import TrainerConfig
+from penstock.services.trainer.held_out import HeldOut, HeldOutSettings, pack_rows, unpack_rows
+from penstock.services.trainer.learner import Learner
+from penstock.services.turns.tokenizer import Tokenizer
+from tests.trainer.rank_program import a_model
+
+ROWS = [
+    HeldOutRow(set="sums", prompt=Prompt(index=0, text="ab=", answer="abc")),
+    HeldOutRow(set="words", prompt=Prompt(index=0, text="hgbaf=", answer="abfgh")),
+    HeldOutRow(set="sums", prompt=Prompt(index=1, text="d=", answer="d")),
+    HeldOutRow(set="sums", prompt=Prompt(index=2, text="e=")),  # which has none
+]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Tokenizer:
+    make_tokenizer(set(ALPHABET)).save_pretrained(tmp_path)
+    return Tokenizer(str(tmp_path))
+
+
+def made(text: Tokenizer, rows: list[HeldOutRow] = ROWS, **settings: Any) -> HeldOut:
+    given = HeldOutSettings(sets=("sums", "words"), **settings)
+    return HeldOut(given, unpack_rows(pack_rows(rows)), text, steps=25)
+
+
+@pytest.mark.parametrize("budget", [8, 100_000])
+def test_it_is_the_mean_over_the_tokens_of_the_answers(text: Tokenizer, budget: int) -> None:
+    model = a_model(vocab_size=256)
+    one = Learner(model, TrainerConfig.model_validate({"tokens_per_micro_batch": budget}), temperature=0.7)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    found = made(text).measure(one)
+
+    def loss(*rows: tuple[str, str]) -> float:
+        total, count = 0.0, 0
+        for prompt, answer in rows:
+            asked = text.encode(Prompt(index=0, text=prompt))
+            ids = torch.tensor([[*asked, *text.answer_to_text(prompt, answer)]], dtype=torch.int64)
+            labels = ids.clone()
+            labels[:, : len(asked)] = -100
+            said = ids.shape[1] - len(asked)
+            total, count = total + float(model(ids, labels=labels).loss.detach()) * said, count + said
+        return total / count
+
+    assert found == {
+        "sums": pytest.approx(loss(("ab=", "abc"), ("d=", "d")), rel=1e-5),
+        "words": pytest.approx(loss(("hgbaf=", "abfgh")), rel=1e-5),
+    }
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), "nothing is learned"
+
+
+def test_it_is_measured_when_it_is_due(text: Tokenizer) -> None:
+    assert [version for version in range(1, 26) if made(text, every=10).due(version)] == [10, 20, 25]
+    assert [version for version in range(1, 26) if made(text).due(version)] == [25]
+
+
+def test_a_set_of_which_no_row_can_be_used_is_named(text: Tokenizer) -> None:
+    with pytest.raises(SetupError, match=r"prompts.eval_given.words: no row can be used; row 0: .*room for 4"):
+        made(text, longest=4)
