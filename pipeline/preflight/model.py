@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,6 +36,7 @@ def look(config: Config, report: Report) -> None:
             _find(policy, "model.path")
             _check_whole(policy, "model.path")
             _encode(config, report)
+            _check_frozen(policy, config.trainer.freeze)
             _check_routing(policy, config.rollout.sampling.routing_replay)
             _check_vllm(policy, config, report)
             if config.with_critic and not config.critic.path:
@@ -80,6 +81,17 @@ def _check_whole(path: str, key: str) -> None:
     from penstock.services.modeling.load import check_whole, load_config
 
     check_whole(load_config(path, key), path, key)
+
+
+def _check_frozen(path: str, patterns: Sequence[str]) -> None:
+    """Raises `SetupError` where one of them fits nothing, or all."""
+    from penstock.services.modeling.freezing import freeze
+    from penstock.services.modeling.load import empty_model
+    from penstock.services.modeling.towers import freeze_towers
+
+    if patterns:
+        freeze_towers(model := empty_model(path))
+        freeze(model, patterns)
 
 
 def _check_top_k(path: str, k: int, key: str) -> None:

@@ -64,7 +64,7 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     trainer = config.trainer
     if config.run.deterministic:  # as the run itself did
         trainer = trainer.pinned()
-    model = load_policy(str(start or begun), begun, world, config.model.dtype, trainer.lora, trainer.offload)
+    model = load_policy(str(start or begun), begun, world, config.model.dtype, trainer)
     compute_head_in(model, config.model.head_dtype)
     if config.rollout.sampling.routing_replay:
         Replay(model)

@@ -62,6 +62,10 @@ class TrainerConfig(LearnerConfig):
     """Train an adapter, e.g. ``{rank: 32}``: gradients and optimizer states are of that alone, and checkpoints too;
     rollouts are sent the model with it merged, or it alone (`publish`). Learning rates are about ten times those of
     whole models. null: train the model. Needs `penstock[lora]`."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that do not learn, by patterns of their names, e.g. ``["*.mlp.gate.*"]``, the routers of a mixture of
+    experts, or ``["model.embed_tokens.*", "model.layers.[0-3].*"]``: they have no gradient and no optimizer's state.
+    What sees pictures never learns."""
     steps: int = Field(100, ge=0)
     """Training steps; each yields a version. 0: the model is evaluated, and nothing is trained."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -89,6 +93,12 @@ class TrainerConfig(LearnerConfig):
     def published_dtype(self, dtype: str) -> str:
         """Of versions, where ``dtype`` is `model.dtype`: what is still to be merged is not rounded before."""
         return "float32" if self.sends_adapter else dtype
+
+    @model_validator(mode="after")
+    def _adapters_learn_alone(self) -> TrainerConfig:
+        if self.lora and self.freeze:
+            raise ValueError("freeze: of a model with an adapter (lora) that alone learns; leave one of the two out")
+        return self
 
     @model_validator(mode="after")
     def _adapters_are_not_cut_by_layers(self) -> TrainerConfig:

@@ -28,7 +28,7 @@ from penstock.services.modeling.whole_weights import AdapterBase
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.trainer.advantage_config import SelfDistillationAdvantage
 from penstock.services.trainer.canary import canary_tokens
-from penstock.services.trainer.config import LoraConfig, TrainerConfig
+from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.held_out import HeldOut, HeldOutSettings, unpack_rows
 from penstock.services.trainer.judgements import Judgements
 from penstock.services.trainer.learner import Learner
@@ -116,7 +116,7 @@ def make_rank(context: ActorContext, settings: TrainerSettings) -> Rank:
 
     def make(path: str) -> Learner:
         trainer = settings.trainer
-        model = load_policy(path, settings.model_path, world, settings.dtype, trainer.lora, trainer.offload)
+        model = load_policy(path, settings.model_path, world, settings.dtype, trainer)
         if trainer.sends_adapter:
             names = [plain_name(name) for name, _ in model.named_parameters() if not is_adapters(name)]
             AdapterBase(settings.model_path, settings.dtype).check(names)
@@ -132,11 +132,12 @@ def make_rank(context: ActorContext, settings: TrainerSettings) -> Rank:
     return Rank(world, learner, load_tokenizer(settings.model_path, settings.template), tail, shift)
 
 
-def load_policy(path: str, start: str, world: World, dtype: str, lora: LoraConfig | None, offload: bool = False) -> Any:
-    """The model to train, as it is at ``path``: where the run began, ``start``, or a checkpoint; which, with ``lora``,
-    has the adapter alone."""
+def load_policy(path: str, start: str, world: World, dtype: str, config: TrainerConfig) -> Any:
+    """The model to train, as it is at ``path``: where the run began, ``start``, or a checkpoint; which, with an
+    adapter, has that alone."""
+    lora, offload = config.lora, config.offload
     if lora is None:
-        model = load_trainable(path, world, world.device, dtype, offload=offload)
+        model = load_trainable(path, world, world.device, dtype, offload=offload, frozen=config.freeze)
     else:
         adapter = Adapter.of(lora, Path(path) if path != start else None)
         model = load_trainable(start, world, world.device, dtype, adapter=adapter, offload=offload)

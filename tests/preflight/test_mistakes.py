@@ -536,6 +536,8 @@ MISTAKES = [
     m("a reference that is refreshed from what is not saved", "reference.refresh_every=30 is no multiple of",
       "trainer.checkpoint.every=50", overrides=["reference.refresh_every=30", "trainer.algorithm.kl.coefficient=0.1"]),
     m("an end without evaluations", "stop_after: nothing is evaluated", overrides=["prompts.stop_after=3"]),
+    m("an adapter, and layers that stand still", "freeze: of a model with an adapter",
+      overrides=["trainer.lora={rank: 4}", "trainer.freeze=[model.layers.0.*]"]),
     m("the best by a set that is not there", "best_by: there is no evaluation set 'aime'",
       overrides=["prompts.best_by=aime"]),
     m("a mixture with a weight too many", "weights: each of sources has one, and nothing else has; look at odd",

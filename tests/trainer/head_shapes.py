@@ -30,12 +30,12 @@ def check_head(start: str, config: TrainerConfig, alone: TrainerConfig, world: W
         assert hidden.dtype == head.weight.dtype == torch.bfloat16 and logits.dtype == torch.float32
         seen.append(torch.equal(logits, F.linear(hidden.float(), head.weight.float())))
 
-    model = load_policy(start, start, world, "bfloat16", config.lora, config.offload)
+    model = load_policy(start, start, world, "bfloat16", config)
     compute_head_in(model, "float32")
     if world.last_stage:
         model.get_output_embeddings().register_forward_hook(look)
     cut = Learner(model, config, 1.0, world)
-    plain = Learner(load_policy(start, start, single, "float32", alone.lora), alone, 1.0, single)
+    plain = Learner(load_policy(start, start, single, "float32", alone), alone, 1.0, single)
     losses = [learner.accumulate(a_step(0))[0] for learner in (cut, plain)]
     assert bool(seen) == world.last_stage and all(seen)
     assert abs(losses[0] - losses[1]) <= ROUNDED * abs(losses[1]), losses

@@ -78,7 +78,7 @@ def main(address: str, folder: Path, shape: str) -> None:
     start = str(folder / "start")
 
     def learn(path: str, world: World) -> Learner:
-        return Learner(load_policy(path, start, world, "float32", config.lora), config, 1.0, world)
+        return Learner(load_policy(path, start, world, "float32", config), config, 1.0, world)
 
     learner, plain = learn(start, world), learn(start, World(CPU))
     source = ShardExporter(learner.published, "float32", 4096, world, Gmac.of_run("test"))

@@ -71,7 +71,8 @@ def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
 def check(folder: Path, given: dict[str, Any], kind: str) -> None:
     named, rounds = given.pop("model", None), given.pop("bf16", False)
     config = TrainerConfig.model_validate(COMMON | given)
-    alone = TrainerConfig.model_validate(COMMON | {k: v for k, v in given.items() if k in ("lora", "optimizer")})
+    same = {key: value for key, value in given.items() if key in ("lora", "freeze", "optimizer")}
+    alone = TrainerConfig.model_validate(COMMON | same)
     device = local_device(torch.device(kind), "trainer")
     world, single = World.of_torchrun(device, Shape.of(config)), World(device)
     mixture = world.shape.expert > 1 and named is None
@@ -81,7 +82,7 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
         return
 
     def learn(path: str, config: TrainerConfig, world: World) -> Learner:
-        model = load_policy(path, start, world, "float32", config.lora, config.offload)
+        model = load_policy(path, start, world, "float32", config)
         if mixture:
             Replay(model)
         return Learner(model, config, 1.0, world)

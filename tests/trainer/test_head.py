@@ -140,7 +140,7 @@ def test_an_adapter_of_the_head_is_computed_as_it_is(variant: str, tmp_path: Pat
     world, start = World(CPU), str(tmp_path)
     lora = {"rank": 4, "targets": ["lm_head"], "variant": variant}
     config = TrainerConfig.model_validate({"optimizer": {"lr": 1e-1}, "lora": lora})
-    model = load_policy(start, start, world, "bfloat16", config.lora)
+    model = load_policy(start, start, world, "bfloat16", config)
     compute_head_in(model, "float32")
     made: list[torch.dtype] = []
     for layer in model.get_output_embeddings().modules():

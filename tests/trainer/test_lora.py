@@ -46,7 +46,7 @@ def start(tmp_path: Path) -> Path:
 
 def learner(base: Path, path: Path | None = None, dtype: str = "float32", **lora: Any) -> Learner:
     config = TrainerConfig.model_validate({"optimizer": {"lr": 1e-2}, "lora": {"rank": 4, "alpha": 8} | lora})
-    return Learner(load_policy(str(path or base), str(base), WORLD, dtype, config.lora), config, 1.0, WORLD)
+    return Learner(load_policy(str(path or base), str(base), WORLD, dtype, config), config, 1.0, WORLD)
 
 
 def published(of: Learner, dtype: str = "float32") -> dict[str, torch.Tensor]:

@@ -24,6 +24,7 @@ from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.base import Request, RequestError
 from penstock.services.rollout.engines.torch.engine import TorchEngine
 from penstock.services.runtime.errors import SetupError
+from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.rank_setup import load_policy
 from penstock.services.turns.joining import join
 from penstock.services.turns.tokenizer import TextError, Tokenizer
@@ -172,7 +173,7 @@ def test_a_groups_prompt_and_its_pictures_are_computed_once(tmp_path: Path) -> N
 def test_a_trainers_gradient_is_that_of_the_familys_own_code(family: str, way: str, tmp_path: Path) -> None:
     seeing.write(family, tmp_path)
     plain = load_model(str(tmp_path), "float32", CPU).eval()
-    mine = load_policy(str(tmp_path), str(tmp_path), World(CPU), "float32", None).eval()
+    mine = load_policy(str(tmp_path), str(tmp_path), World(CPU), "float32", TrainerConfig()).eval()
     pad = placeholder(plain.config)
     trajectories = [t for t in sampled(tmp_path, PROMPTS[:2], plain) if pad not in t.tokens[t.loss_mask == 1]]
     assert trajectories

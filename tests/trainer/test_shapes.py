@@ -32,6 +32,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "ranks": 4, "replicas": 2, "sequence_parallel": 2, "lora": {"rank": 3},
     },
     "sequence and tensor parallel": {"ranks": 4, "sequence_parallel": 2, "tensor_parallel": 2},
+    "whole layers that stand still": {"ranks": 2, "freeze": ["model.embed_tokens.*", "model.layers.0.*", "*_norm.*"]},
+    "a pipeline's layers that stand still, on the host": {
+        "ranks": 2, "pipeline_parallel": 2, "offload": True, "freeze": ["model.layers.*.mlp.*"],
+    },
     "selective checkpointing": {"ranks": 2, "gradient_checkpointing": "selective"},
     "everything on the host": {
         "ranks": 2, "offload": True, "gradient_checkpointing": True, "offload_activations": True,
@@ -54,7 +58,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "the head in fp32, two shards": {"ranks": 2, "bf16": True, "gradient_checkpointing": True},
     "the head in fp32, tensor parallel": {"ranks": 2, "tensor_parallel": 2, "bf16": True},
     "the head in fp32, pipeline, tied": {"ranks": 2, "pipeline_parallel": 2, "bf16": True, "model": "tied"},
-    "experts": {"ranks": 2, "expert_parallel": 2},
+    "experts, whose router stands still": {"ranks": 2, "expert_parallel": 2, "freeze": ["*.mlp.gate.*"]},
     "experts, an adapter": {"ranks": 2, "expert_parallel": 2, "lora": {"rank": 3}},
     "experts, sequence parallel": {"ranks": 2, "expert_parallel": 2, "sequence_parallel": 2},
     "two replicas of experts": {"ranks": 4, "replicas": 2, "expert_parallel": 2},

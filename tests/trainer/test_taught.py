@@ -221,7 +221,7 @@ def test_what_teachers_say_comes_to_a_model_that_computes_in_16_bits_as_it_is(tm
     """FSDP would round it to what the model computes in."""
     a_model().save_pretrained(tmp_path / "start")
     start, cpu = str(tmp_path / "start"), torch.device("cpu")
-    model = load_policy(start, start, World(cpu), "bfloat16", None)
+    model = load_policy(start, start, World(cpu), "bfloat16", TrainerConfig())
     step = a_step(0)
     rows = next(plan_rows(step.trajectories, step.groups, 10_000, cpu))
     logs = torch.randn(len(rows.target), 4, generator=torch.Generator().manual_seed(0)).log_softmax(-1).half()

@@ -6,6 +6,7 @@ needs transformers' conversion), or it is no safetensors, each rank loads it who
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.services.modeling import lora
 from penstock.services.modeling.four_bit import FourBitLinear
+from penstock.services.modeling.freezing import freeze
 from penstock.services.modeling.load import Head, ModelError, empty_model, folder_of, load_model
 from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.parallel.fsdp import block_of, shard
@@ -28,13 +30,14 @@ log = structlog.get_logger()
 
 def load_trainable(
     path: str, world: World, device: torch.device, dtype: str, head: Head = "language",
-    adapter: Adapter | None = None, offload: bool = False, key: str = "model.path",
+    adapter: Adapter | None = None, offload: bool = False, key: str = "model.path", frozen: Sequence[str] = (),
 ) -> Any:  # fmt: skip
     """The causal language model at ``path``, a folder or a hub name, which the config's ``key`` gives, in fp32, cut
     over ``world``, on ``device``; computes in ``dtype``; with ``offload`` its parameters lie on the host. With a
     "value" ``head``: that model with one output a token instead, which begins at 0 where the files have none. With an
     ``adapter`` that alone is to be trained: what is frozen takes no more bits than are computed with. Towers are frozen
-    (`modeling/towers.py`). Raises `ModelError`."""
+    (`modeling/towers.py`), and so is what has names like those in ``frozen`` (`modeling/freezing.py`). Raises
+    `ModelError`, or a `SetupError` of these."""
     folder = folder_of(path, key)
     model, processor = empty_model(path, head, key), read_processor(folder)
     new = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
@@ -42,14 +45,14 @@ def load_trainable(
     with WeightFiles(folder, model) as files:
         missing = [name for name, _ in model.named_parameters() if name not in files and name not in new]
         if not missing and _buffers_are_known(model, files):
-            _prepare(model, adapter, path, dtype)
+            _prepare(model, adapter, path, dtype, frozen)
             shard(model, world, dtype, offload)
             _materialize(model, device, torch.device("cpu") if offload else device)
             _fill(model, files, f"{key}: {path}")
             return _begun(model, adapter, processor)
     log.warning("loaded whole on the host first: the files lack what the model wants", path=path, lacking=missing[:3])
     model = load_model(path, "float32", torch.device("cpu"), key, head)
-    _prepare(model, adapter, path, dtype)
+    _prepare(model, adapter, path, dtype, frozen)
     shard(model, world, dtype, offload)
     if offload:
         for module in model.modules():
@@ -59,8 +62,9 @@ def load_trainable(
     return _begun(model.to(device), adapter, processor)
 
 
-def _prepare(model: Any, adapter: Adapter | None, path: str, dtype: str) -> None:
+def _prepare(model: Any, adapter: Adapter | None, path: str, dtype: str, frozen: Sequence[str]) -> None:
     freeze_towers(model)
+    freeze(model, frozen)
     if adapter is not None:
         if dtype == "bfloat16":
             for parameter in model.parameters():  # and no buffer: rotations are computed in fp32

@@ -1,0 +1,26 @@
+"""Parameters that stand still while the others learn, by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import filter as matching
+from typing import Any
+
+from penstock.services.runtime.errors import SetupError
+
+SHOWN = 4
+
+
+def freeze(model: Any, patterns: Sequence[str], key: str = "trainer.freeze") -> None:
+    """Those of the whole ``model``, of transformers, whose names are like one of ``patterns`` (of a shell: ``*`` is any
+    text). They have no gradient and no optimizer's state, and are in versions and checkpoints as they came. Raises
+    `SetupError` where a pattern fits none, or nothing is left."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not (found := matching(names, pattern)):
+            said = ", ".join(names[:: max(1, len(names) // SHOWN)][:SHOWN])
+            raise SetupError(f"{key}: no parameter is called like {pattern!r}; they have names like {said}")
+        for name in found:
+            model.get_parameter(name).requires_grad_(False)
+    if patterns and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise SetupError(f"{key}: nothing is left that could learn; name fewer")
