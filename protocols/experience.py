@@ -146,8 +146,10 @@ class Sampling(BaseModel):
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps all tokens."""
+    min_p: float = 0.0
+    """Of the likeliest token's probability, below which a token is left out; 0 keeps all tokens."""
     candidates: bool = False
-    """Which tokens top-p and top-k kept is recorded, and log-probabilities are over those alone."""
+    """Which tokens these three kept is recorded, and log-probabilities are over those alone."""
     routing_replay: bool = False
     """Which experts a mixture sends each token to is recorded."""
     max_new_tokens: int = 16
@@ -169,7 +171,7 @@ class Sampling(BaseModel):
     @property
     def truncated(self) -> bool:
         """Some tokens are left out."""
-        return self.top_p < 1 or self.top_k > 0
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def check_engine(config: Any) -> None:
                 "the head's: set trainer.lora.publish=adapter, or rollout.engine.adapter=merged"
             )
     if sampling.candidates and not sampling.training().truncated:
-        raise ValueError("rollout.sampling.candidates: without top_p or top_k there is nothing to record")
+        raise ValueError("rollout.sampling.candidates: without top_p, top_k or min_p there is nothing to record")
     if isinstance(engine, VllmEngineConfig) and sampling.candidates and not sampling.top_k:
         raise ValueError("rollout.sampling.candidates: vLLM needs top_k with it, the number of tokens to look at")
     if (
@@ -56,5 +56,5 @@ def check_engine(config: Any) -> None:
     ):
         raise ValueError(
             "rollout.sampling: vLLM reports no log-probabilities of the untruncated distribution at a temperature "
-            f"other than 1 (it is {sampling.temperature:g}); set candidates=true, or leave top_p and top_k out"
+            f"other than 1 (it is {sampling.temperature:g}); set candidates=true, or leave top_p, top_k and min_p out"
         )

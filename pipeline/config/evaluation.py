@@ -43,7 +43,7 @@ def check_evaluation(config: Any) -> None:
                 f"{key}.temperature={how.temperature:g}: vLLM is started for rollout.sampling.temperature="
                 f"{sampling.temperature:g}, and then answers at 0 and 1 alone; set one of these"
             )
-        if not raw and not sampling.candidates and (how.top_p < 1 or how.top_k):
+        if not raw and not sampling.candidates and (how.top_p < 1 or how.top_k or how.min_p):
             raise ValueError(
-                f"{key}: with rollout.sampling.temperature={sampling.temperature:g} vLLM takes no top_p or top_k"
+                f"{key}: with rollout.sampling.temperature={sampling.temperature:g} vLLM takes no top_p, top_k or min_p"
             )

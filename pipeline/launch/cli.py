@@ -33,7 +33,7 @@ NETWORK = Annotated[
     ),
 ]
 EACH = Annotated[int, typer.Option(min=1, help="Rollouts in each task.")]
-DRY_RUN = Annotated[bool, typer.Option(help="Print what would be started, and start nothing.")]
+DRY_RUN = Annotated[bool, typer.Option(help="Look at everything, print what would be started, and start nothing.")]
 
 
 @launch.command("slurm")
@@ -76,7 +76,7 @@ def on_slurm(
     """
     from penstock.pipeline.launch import slurm
     from penstock.pipeline.launch.parts import parts_of
-    from penstock.pipeline.launch.ready import make_ready, resolve
+    from penstock.pipeline.launch.ready import look_at, make_ready, resolve
 
     console = Console()
     file, overrides = _sorted(file, overrides, resume)
@@ -85,6 +85,7 @@ def on_slurm(
     parts = parts_of(config, slurm.offers_gpus(slurm.partitions(options)) if gpus is None else gpus, each)
     made = slurm.scripts(folder, Path.cwd(), parts, options)
     if dry_run:
+        look_at(Console(stderr=True), config, folder)
         for name, text in made.items():
             typer.echo(f"# --- {folder / name}\n{text}")
         return
@@ -123,13 +124,14 @@ def on_ray(
     """
     from penstock.pipeline.launch import ray_cluster
     from penstock.pipeline.launch.parts import parts_of
-    from penstock.pipeline.launch.ready import make_ready, resolve
+    from penstock.pipeline.launch.ready import look_at, make_ready, resolve
 
     console = RunConsole()
     file, overrides = _sorted(file, overrides, resume)
     config, origin, folder = resolve(console, Path(file) if file else None, overrides, resume, network)
     parts = parts_of(config, gpus, each)
     if dry_run:
+        look_at(Console(stderr=True), config, folder)
         for part in parts:
             console.print(part.words, highlight=False)
         return

@@ -75,12 +75,17 @@ def cluster_network(console: Console, given: str | None) -> str:
 
 
 def make_ready(console: Console, config: Config, origin: Origin, folder: Path) -> None:
-    """Looks at all that the config names; what this machine lacks, the cluster's may have. Raises `ConfigError`."""
+    """Looks at everything, and makes the folder. Raises `ConfigError`."""
     if is_live(folder):
         raise ConfigError(f"the run in {folder} is going on; watch it with: penstock top {folder}")
+    look_at(console, config, folder)
+    open_folder(config, folder, origin)
+
+
+def look_at(console: Console, config: Config, folder: Path) -> None:
+    """Looks at all that the config names; what this machine lacks, the cluster's may have. Raises `ConfigError`."""
     with console.status("looking at data, model and functions …"):
         report = look(config, folder)
     report.check(elsewhere=True)
     for note in report.remarks:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
-    open_folder(config, folder, origin)

@@ -53,12 +53,14 @@ def merge(
     import torch
     from peft import PeftModel
     from transformers import AutoTokenizer, GenerationConfig
+    from transformers.utils.logging import disable_progress_bar
 
     from penstock.services.modeling.dtypes import DTYPES
     from penstock.services.modeling.generation_config import write_generation_config
     from penstock.services.modeling.load import folder_of, load_model
     from penstock.services.modeling.processor_files import read_processor, write_processor
 
+    disable_progress_bar()
     base = load_model(about.base, "float32", torch.device("cpu"), "CHECKPOINT")
     if about.quantize:  # the adapter has learned beside what these matrices were then
         round_as_trained(base, checkpoint, about)

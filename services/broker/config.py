@@ -48,6 +48,8 @@ class EvalSampling(Section):
     """Draw from the likeliest tokens that together have this probability, e.g. ``0.95``; 1 keeps all."""
     top_k: int = Field(0, ge=0)
     """Draw from so many of the likeliest tokens, e.g. ``20``; 0 keeps all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Draw from the tokens that are at least this times as likely as the likeliest one, e.g. ``0.05``; 0 keeps all."""
     max_new_tokens: int | None = Field(None, ge=1)
     """Longest answer, e.g. ``4096``; null: as `rollout.sampling.max_new_tokens` says."""
     passes: float = 1.0
@@ -76,7 +78,7 @@ class EvalSampling(Section):
 
     def of(self, greedy: Sampling) -> Sampling:
         """As rollouts are told; ``greedy`` has the rest."""
-        own = {"n": self.n, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        own = {name: getattr(self, name) for name in ("n", "temperature", "top_p", "top_k", "min_p")}
         return greedy.model_copy(update=own | {"max_new_tokens": self.max_new_tokens or greedy.max_new_tokens})
 
 

@@ -178,9 +178,13 @@ class SamplingConfig(Section):
     """Draw from the likeliest tokens that together have this probability, e.g. ``0.95``; 1 keeps all tokens."""
     top_k: int = Field(0, ge=0)
     """Draw from so many of the likeliest tokens, e.g. ``50``; 0 keeps all tokens."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Draw from the tokens that are at least this times as likely as the likeliest one, e.g. ``0.05`` (Nguyen et al.
+    2024, arXiv:2407.01082); 0 keeps all tokens."""
     candidates: bool = False
-    """With top_p or top_k: which tokens were kept is recorded, and trainer and reference compute log-probabilities over
-    those alone, as the sampler did (DeepSeek-AI 2025, V3.2). false: over the whole vocabulary."""
+    """With top_p, top_k or min_p: which tokens were kept is recorded, and trainer and reference compute
+    log-probabilities over those alone, as the sampler did (DeepSeek-AI 2025, V3.2). false: over the whole
+    vocabulary."""
     routing_replay: bool = False
     """Of a mixture of experts: which experts the engine sends each token to is recorded, and the trainer sends it there
     (R3, Ma et al. 2025, arXiv:2510.11370). See docs/engines.md."""

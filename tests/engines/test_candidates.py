@@ -15,7 +15,15 @@ from penstock.services.modeling.packing import plan_rows
 from penstock.services.rollout.config import SamplingConfig
 from tests.engines.workbench import CLOSE, Workbench, make_models
 
-TEMPERATURE, TOP_K, TOP_P = 0.3, 40, 0.6
+TEMPERATURE, TOP_K, TOP_P, MIN_P = 0.3, 12, 0.8, 0.1
+
+
+def kept_of(probabilities: torch.Tensor) -> torch.Tensor:
+    """Those of one token's ``probabilities`` that vLLM draws from."""
+    ranked = probabilities.sort(descending=True).values
+    ranked = ranked[ranked >= MIN_P * ranked[0]][:TOP_K]
+    before = ranked.cumsum(-1) - ranked
+    return ranked[before < TOP_P * ranked.sum()]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +31,7 @@ def masked(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
     if options["type"] == "plugin":
         pytest.skip("the engine of --engine need not record candidates")
     folder = tmp_path_factory.mktemp("masked")
-    sampling = SamplingConfig(temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P, candidates=True)
+    sampling = SamplingConfig(temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P, min_p=MIN_P, candidates=True)
     bench = Workbench(folder, make_models(folder), options, sampling)
     bench.publish(0)
     yield bench
@@ -32,7 +40,7 @@ def masked(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_the_trainer_computes_over_what_the_sampler_kept(masked: Workbench) -> None:
     random = np.random.default_rng(0)
-    sampling = {"temperature": TEMPERATURE, "top_k": TOP_K, "top_p": TOP_P, "candidates": True}
+    sampling = {"temperature": TEMPERATURE, "top_k": TOP_K, "top_p": TOP_P, "min_p": MIN_P, "candidates": True}
     asked = {r.number: r for r in (masked.request(random, n=3, **sampling) for _ in range(6))}
     done = masked.run(*asked.values())
     trajectories, sizes = [], set()
@@ -43,7 +51,7 @@ def test_the_trainer_computes_over_what_the_sampler_kept(masked: Workbench) -> N
             logs = (masked.models[0](ids).logits[0, len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
         kept = np.split(completion.candidate_ids, np.cumsum(completion.candidate_counts)[:-1])
         for row, mine in zip(logs, kept, strict=True):
-            assert len(mine) <= TOP_K
+            assert len(mine) == len(kept_of(row.exp()))
             assert set(mine.tolist()) == set(row.argsort(descending=True)[: len(mine)].tolist())
             sizes.add(len(mine))
         new = len(completion.tokens)

@@ -58,7 +58,7 @@ class OpenAIEngine(HttpEngine):
             )
         if processed and sampling.truncated:
             raise RequestError(
-                "top_p, top_k: the server reports log-probabilities after truncation (options.processed)"
+                "top_p, top_k, min_p: the server reports log-probabilities after truncation (options.processed)"
             )
         super().submit(request)
 
@@ -78,7 +78,7 @@ class OpenAIEngine(HttpEngine):
             "seed": seed, "stop": list(sampling.stop), "ignore_eos": True,
             "stop_token_ids": sorted({*self.stop_ids, *request.stop_ids}),
             # Or a server takes the model's own, from its generation_config.json, and reports what was before them.
-            "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0,
+            "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": sampling.min_p,
             "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True,
         }  # fmt: skip
         (choice,) = (await self.post("/v1/completions", body))["choices"]

@@ -32,7 +32,7 @@ class SGLangEngine(HttpEngine):
         sampling = request.sampling
         parameters = {
             "max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1, "stop": list(sampling.stop),
+            "top_k": sampling.top_k or -1, "min_p": sampling.min_p, "stop": list(sampling.stop),
             "stop_token_ids": sorted({*self.stop_ids, *request.stop_ids}), "ignore_eos": True,
             "skip_special_tokens": False, "sampling_seed": seed & (2**31 - 1),
         }  # fmt: skip

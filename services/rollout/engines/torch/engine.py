@@ -44,6 +44,7 @@ class _Slots:
     temperature: np.ndarray
     top_p: np.ndarray
     top_k: np.ndarray
+    min_p: np.ndarray
     key: np.ndarray
     number: np.ndarray
     sample: np.ndarray
@@ -58,7 +59,8 @@ class _Slots:
 
         return cls(
             table(np.int32), table(np.float32), table(np.int32), row(np.int64), row(np.int64), row(np.int64),
-            row(np.float32), row(np.float32), row(np.int64), row(np.uint64), row(np.int64), row(np.int32),
+            row(np.float32), row(np.float32), row(np.int64), row(np.float32), row(np.uint64), row(np.int64),
+            row(np.int32),
         )  # fmt: skip
 
     def move(self, source: np.ndarray, target: np.ndarray) -> None:
@@ -255,6 +257,7 @@ class TorchEngine:
         s.lengths[mine] = s.prompt[mine] = size
         s.limit[mine] = size + sampling.max_new_tokens
         s.temperature[mine], s.top_p[mine], s.top_k[mine] = sampling.temperature, sampling.top_p, sampling.top_k
+        s.min_p[mine] = sampling.min_p
         s.number[mine] = request.number
         s.sample[mine] = range(len(mine))
         s.key[mine] = [stream_key(request.seed, request.stream, i) for i in range(len(mine))]
@@ -307,7 +310,7 @@ class TorchEngine:
         lengths = s.lengths[rows]
         drawn = uniforms(s.key[rows], lengths - s.prompt[rows]).astype(np.float32)
         uniform = torch.from_numpy(np.minimum(drawn, np.float32(1 - 2**-24)))  # rounding must not reach 1
-        truncating = (s.top_p[rows] < 1).any(), (s.top_k[rows] > 0).any()
+        truncating = (s.top_p[rows] < 1).any(), (s.top_k[rows] > 0).any(), (s.min_p[rows] > 0).any()
 
         def put(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array).to(self.device)
@@ -320,6 +323,7 @@ class TorchEngine:
             put(s.top_k[rows]) if truncating[1] else None,
             uniform.to(self.device),
             put(masked) if masked is not None else None,
+            put(s.min_p[rows]) if truncating[2] else None,
         )
         if masked is not None and kept is not None:
             self._keep(kept.cpu().numpy(), masked, start)

@@ -40,20 +40,21 @@ def sample(
     top_k: torch.Tensor | None,
     uniform: torch.Tensor,
     masked: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Draws one token a row from ``logits`` (float32 ``[rows, vocabulary]``).
 
-    ``temperature`` float32 ``[rows]``, 0 for greedy; ``top_p`` float32 and ``top_k`` int64 ``[rows]``, None where no
-    row truncates; ``uniform`` float32 ``[rows]`` in [0, 1). Returns tokens int64 ``[rows]`` and their log-probabilities
-    float32 ``[rows]`` under the tempered, untruncated distribution (greedy rows: temperature 1). For rows where
-    ``masked`` (bool ``[rows]``) is set they are those of the truncated one, and the third tensor, bool ``[rows,
-    vocabulary]``, says what it kept; None without ``masked``.
+    ``temperature`` float32 ``[rows]``, 0 for greedy; ``top_p`` and ``min_p`` float32 and ``top_k`` int64 ``[rows]``,
+    None where no row truncates so; ``uniform`` float32 ``[rows]`` in [0, 1). Returns tokens int64 ``[rows]`` and their
+    log-probabilities float32 ``[rows]`` under the tempered, untruncated distribution (greedy rows: temperature 1). For
+    rows where ``masked`` (bool ``[rows]``) is set they are those of the truncated one, and the third tensor, bool
+    ``[rows, vocabulary]``, says what it kept; None without ``masked``.
     """
     greedy = temperature == 0
     logs = torch.log_softmax(logits / torch.where(greedy, 1.0, temperature)[:, None], -1)
     probabilities = logs.exp()
-    if top_p is not None or top_k is not None:
-        probabilities = _truncate(probabilities, top_p, top_k)
+    if top_p is not None or top_k is not None or min_p is not None:
+        probabilities = _truncate(probabilities, top_p, top_k, min_p)
     cumulative = _cumulative(probabilities)
     threshold = uniform[:, None] * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
@@ -73,12 +74,19 @@ def _cumulative(values: torch.Tensor) -> torch.Tensor:
     return values.cumsum(-1)
 
 
-def _truncate(probabilities: torch.Tensor, top_p: torch.Tensor | None, top_k: torch.Tensor | None) -> torch.Tensor:
-    """Zeroes what top-k and top-p leave out: a token stays while the more likely ones together are below top-p."""
+def _truncate(
+    probabilities: torch.Tensor, top_p: torch.Tensor | None, top_k: torch.Tensor | None, min_p: torch.Tensor | None
+) -> torch.Tensor:
+    """Zeroes what these leave out, in vLLM's order: min-p, then top-k, then top-p, for which a token stays while the
+    more likely ones together are below that share of all that is left."""
     ranked, order = probabilities.sort(-1, descending=True)
-    if top_p is not None:
-        ranked = torch.where(_cumulative(ranked) - ranked < top_p[:, None], ranked, 0.0)
+    if min_p is not None:
+        ranked = torch.where(ranked >= min_p[:, None] * ranked[:, :1], ranked, 0.0)
     if top_k is not None:
         place = torch.arange(ranked.shape[-1], device=ranked.device)[None]
         ranked = torch.where((top_k[:, None] == 0) | (place < top_k[:, None]), ranked, 0.0)
+    if top_p is not None:
+        running = _cumulative(ranked)
+        kept = running - ranked < top_p[:, None] * running[:, -1:]
+        ranked = torch.where(kept | (top_p[:, None] >= 1), ranked, 0.0)
     return torch.zeros_like(probabilities).scatter_(-1, order, ranked)

@@ -149,7 +149,7 @@ class VllmEngine(AsyncEngine):
         if not self._raw and not sampling.candidates and sampling.truncated:
             raise RequestError(
                 "vLLM reports no log-probabilities of the untruncated distribution at a temperature other than 1: "
-                "set rollout.sampling.candidates, leave top_p and top_k out, or use temperature 1"
+                "set rollout.sampling.candidates, leave top_p, top_k and min_p out, or use temperature 1"
             )
         super().submit(request)
 
@@ -259,6 +259,7 @@ class VllmEngine(AsyncEngine):
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
+                min_p=sampling.min_p,
                 max_tokens=sampling.max_new_tokens,
                 seed=seed if self._config.seeded else None,
                 stop=list(sampling.stop) or None,
