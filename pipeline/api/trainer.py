@@ -34,9 +34,9 @@ class Trainer:
     what the config says:
 
     ``reward``: a function, or several, each with a weight of 1 (or ``{"function": …, "weight": …}``).
-    ``prompts``, ``evaluation``: rows with ``prompt`` (a user's text, or messages) and ``truth``, for `rollout.given`
-    ``answer``, and ``images`` where it shows some, a `datasets.Dataset` for instance, or `penstock.Prompt`; or a
-    function that returns a sequence of the latter.
+    ``prompts``, ``evaluation``, ``eval_given`` (rows that the loss is measured on, each with an ``answer``): rows with
+    ``prompt`` (a user's text, or messages) and ``truth``, for `rollout.given` ``answer``, and ``images`` where it shows
+    some, a `datasets.Dataset` for instance, or `penstock.Prompt`; or a function that returns a sequence of the latter.
     ``advantage``, ``loss``, ``correction``: an algorithm's parts. ``environment``: a class with ``step(answer)``.
     ``overrides``: any other keys, e.g. ``{"trainer.steps": 50}``.
 

@@ -159,6 +159,8 @@ class _Launch:
             preloaded=True,
         )
         words = "making the tiny model; its warm start is supervised (about 20 s) …"
+        if not self._config.model.warm_start.steps:
+            words = "making the tiny model …"
         if not self._console.is_terminal:  # where a status shows nothing
             self._console.print(words, highlight=False)
         with self._console.status(words):

@@ -179,7 +179,15 @@ def big(groups: int, tokens: int) -> dict[str, Any]:
          "members": [member | {"sample": n, "reward": (i + n) % 7 / 7} for n in (0, 1)]}
         for i in range(groups)
     ]  # fmt: skip
-    about = {"name": "big", "config": "", "wanted": 10_000, "summary": None, "columns": [], "evaluations": []}
+    about = {
+        "name": "big",
+        "config": "",
+        "wanted": 10_000,
+        "summary": None,
+        "columns": [],
+        "evaluations": [],
+        "losses": [],
+    }
     return about | {"steps": steps, "beats": {"time": [], "actors": {}, "queues": {}}, "loads": {}, "groups": found}
 
 

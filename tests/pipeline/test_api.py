@@ -339,7 +339,9 @@ def test_rows_are_read_as_they_were_given(tmp_path: Path, monkeypatch: Any) -> N
         {"prompt": "judged alone"},
         {"prompt": ""},
     ]
-    trainer = penstock.Trainer({"model": {"type": "tiny"}}, name="one", folder=tmp_path, prompts=rows)
+    held_out = [{"prompt": "2+2=", "answer": "4"}]
+    start = {"model": {"type": "tiny"}}
+    trainer = penstock.Trainer(start, name="one", folder=tmp_path, prompts=rows, eval_given=held_out)
     monkeypatch.setattr("penstock.pipeline.api.trainer.launched", lambda *args: args)
     trainer.start()
     data = yaml.safe_load((tmp_path / "one.script" / "config.yaml").read_text())
@@ -350,6 +352,8 @@ def test_rows_are_read_as_they_were_given(tmp_path: Path, monkeypatch: Any) -> N
         penstock.Prompt(index=3, messages=chat, truth={"a": [1, None]}),
         penstock.Prompt(index=4, messages=[{"role": "user", "content": "judged alone"}]),
     ]
+    (given,) = open_source(CustomData.model_validate(data["prompts"]["eval_given"]["given"]))
+    assert given.answer == "4"
     with pytest.raises(DataError, match="^row 5: the prompt is empty"):
         source[5]
 

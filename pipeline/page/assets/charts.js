@@ -72,7 +72,7 @@ class Curves {
     const insides = [layers("grad_norm", "Gradient norm by layer"), layers("update", "Update over weights, by layer"),
       {title: "Memory of the trainer, GiB", compared: true, lines: every.filter((name) => name.startsWith("memory/"))}];
     const found = [CHARTS[0], ...more, ...CHARTS.slice(1), ...byLag, ...insides, latency].map((chart) => this.chart(chart));
-    return [...found, this.pauses(), this.rates()].filter((chart) => chart.every.length);
+    return [...found, this.pauses(), this.rates()].filter((chart) => chart.every.some((line) => !line.bound));
   }
 
   about(run) {
@@ -101,7 +101,7 @@ class Curves {
         if (!values || values.every((value) => value == null)) return;
         const label = several ? (lines.length > 1 && compared ? `${run.name}: ${name}` : run.name) : NAMES[name] ?? name;
         const shade = several ? which + place * this.runs.length : place;
-        every.push({x: run.steps.step, y: values, label, shade, dash: DASHED.has(name)});
+        every.push({x: run.steps.step, y: values, label, shade, dash: DASHED.has(name), bound: DASHED.has(name)});
       });
       if (evaluations) {
         const sets = new Set(run.evaluations.flatMap((row) => Object.keys(row.sets)).filter((name) =>
