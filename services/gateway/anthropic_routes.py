@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from penstock.services.gateway import messages
 from penstock.services.gateway.address import Session
 from penstock.services.gateway.desk import Desk
-from penstock.services.gateway.openai_routes import Asked
+from penstock.services.gateway.openai_routes import Asked, judged, several
 from penstock.services.gateway.waiting import STREAMED, answered
 
 
@@ -21,13 +21,14 @@ def anthropic_routes(desk: Desk, model: str) -> APIRouter:
         session: Session, asked: messages.MessagesRequest, request: Request, again: Asked
     ) -> JSONResponse | StreamingResponse:
         """Messages."""
-        held = await desk.find(session)
+        held, form = await desk.find(session), await desk.forms.read(asked.form)
+        about = asked.said(), asked.functions(), asked.max_tokens, asked.stop_sequences or ()
         return await answered(
             request,
             asked.stream,
-            desk.chat(held, asked.said(), asked.functions(), asked.max_tokens, asked.stop_sequences, again),
-            lambda turn: messages.message(held.id, model, turn),
-            lambda turn: messages.events(held.id, model, turn),
+            judged(form, several(1, desk.chats(held, *about), again)),
+            lambda turns: messages.message(held.id, model, turns[0], form),
+            lambda turns: messages.events(held.id, model, turns[0], form),
         )
 
     @routes.post("/count_tokens")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from penstock.services.gateway.pictures import IMAGES, read_part
 
@@ -44,6 +44,13 @@ Content = Annotated[str | list[dict[str, Any]], BeforeValidator(content_of)]
 """A text, or a list of parts of which each is one, or a picture."""
 
 
+def _nothing(value: Any) -> None:
+    if value is not None and value is not False and value != []:
+        raise ValueError("the policy cannot be asked for this; leave it out")
+
+
+Never = Annotated[Any, AfterValidator(_nothing)]
+"""Of a request, what would mean something else where nobody reads it."""
 MOST_STOPS = 16
 Stop = Annotated[str, Field(min_length=1)]
 Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 from pydantic import Field
 
-from penstock.services.gateway.asking import Several, Told, Tool, plain
-from penstock.services.gateway.formats import Fits, wanted_form
+from penstock.services.gateway.asking import Never, Several, Told, Tool, plain
+from penstock.services.gateway.formats import Form, Wanted
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Turn
 
@@ -28,6 +27,8 @@ class ChatRequest(Several):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
     response_format: dict[str, Any] | None = None
+    functions_: Never = Field(None, alias="functions")
+    function_call: Never = None
 
     @property
     def most(self) -> int | None:
@@ -38,17 +39,19 @@ class ChatRequest(Several):
         """The messages."""
         return plain(self.messages)
 
-    @cached_property
-    def form(self) -> Fits | None:
-        """Whether an answer has the form that is asked for. Raises `AgentError`."""
-        return wanted_form("response_format", self.response_format)
+    @property
+    def form(self) -> Wanted:
+        """That an answer is to have."""
+        return "response_format", self.response_format
 
     def functions(self) -> list[dict[str, Any]] | None:
         """The tools, as chat templates want them."""
         return [tool.model_dump(exclude_none=True) for tool in self.tools or ()] or None
 
 
-def completion(session: str, model: str, turns: Sequence[Turn], replies: Replies, asked: ChatRequest) -> dict[str, Any]:
+def completion(
+    session: str, model: str, turns: Sequence[Turn], replies: Replies, asked: ChatRequest, form: Form | None = None
+) -> dict[str, Any]:
     """The answer, whole. ``penstock`` says which turns these are, and of which versions."""
     choices = []
     for index, turn in enumerate(turns):
@@ -65,7 +68,7 @@ def completion(session: str, model: str, turns: Sequence[Turn], replies: Replies
         **_about(session, model, turns, "chat.completion"),
         "choices": choices,
         "usage": usage(turns),
-        "penstock": about(session, turns, asked.form),
+        "penstock": about(session, turns, form),
     }
 
 
@@ -104,11 +107,11 @@ def usage(turns: Sequence[Turn]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
 
 
-def about(session: str, turns: Sequence[Turn], fits: Fits | None = None) -> dict[str, Any]:
+def about(session: str, turns: Sequence[Turn], form: Form | None = None) -> dict[str, Any]:
     """Which turns of which versions these are; and whether each answer has the form that was asked for."""
     versions = [int(v) for turn in turns for v in (turn.answer.versions.min(), turn.answer.versions.max())]
     found = {"session": session, "turns": [t.number for t in turns], "versions": [min(versions), max(versions)]}
-    return found if fits is None else {**found, "fits": [fits(turn.message["content"]) for turn in turns]}
+    return found if form is None else {**found, "fits": form.fits}
 
 
 def dumps(value: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from penstock.services.gateway.asking import Several
+from penstock.services.gateway.asking import Never, Several
 from penstock.services.gateway.chat import FINISH, about, dumps, usage
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Turn
@@ -30,6 +30,8 @@ class CompletionRequest(Several):
     """A text or token ids; a list of one of them is that one."""
     max_tokens: int | None = Field(None, ge=1)
     logprobs: int | None = Field(None, ge=0)
+    echo: Never = None
+    suffix: Never = None
 
 
 def completion(

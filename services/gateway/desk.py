@@ -23,12 +23,14 @@ from penstock.services.data.picture_files import MOST_OF_GROUP
 from penstock.services.gateway.access import WHO, Visitor
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.errors import LEAVING, LOST, AgentError
+from penstock.services.gateway.formats import Forms
 from penstock.services.gateway.measured import said_at_the_end, turn_rewards
 from penstock.services.gateway.policy import Policy, told
 from penstock.services.gateway.questions import ONCE, Ask, Asking, EndedError
 from penstock.services.gateway.records import Records, at_the_end, restore, session_id
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Session, Turn
+from penstock.services.gateway.silence import Silence
 from penstock.services.gateway.turn_names import TurnName, turn_called
 from penstock.services.gateway.turn_times import TurnTimes
 from penstock.services.gateway.work import Ended, Held, Key, Work
@@ -66,8 +68,8 @@ class Desk:
         self._wants, self._gave_back = wants, gave_back
         self._openers, self._opened_at = 0, time.monotonic()
         """Agents that wait for a session, and when one was last asked for."""
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.replies = Replies(text, config.tool_calls)
+        self._silence = Silence(config, self.abandon)
+        self.replies, self.forms = Replies(text, config.tool_calls), Forms()
         self._policy = Policy(config, text, self.replies, max_length, ask, self._records)
         self._works: dict[Key, Work] = {}
         self._free: deque[tuple[Work, Session]] = deque()
@@ -119,18 +121,12 @@ class Desk:
         self._more.set()
         for held in self._held.values():
             held.questions.cancel()
+        self.forms.close()
 
     def expire(self) -> None:
-        """Sessions of silent agents are given to others."""
-        now = time.monotonic()
-        for held in list(self._held.values()):
-            if not (reason := held.lost(self.config)):
-                continue
-            held.touched, held.heard = now, None
-            task = asyncio.ensure_future(self.abandon(held, reason))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        if not self._openers and self._opened_at < now - UNASKED_S:
+        """Sessions of silent agents are given to others. Called every second or so."""
+        self._silence.look(list(self._held.values()))
+        if not self._openers and self._opened_at < time.monotonic() - UNASKED_S:
             self._give_back()
 
     def heard(self, sessions: Sequence[str]) -> None:
@@ -340,6 +336,7 @@ class Desk:
                 await self._settle(held, {"reward": 0.0, "failure": f"given out {given_out} times: {reason}"})
                 return
             log.info("a session begins anew", session=held.id, reason=reason)
+            held.questions.cancel()
             held.session.begin_anew(held.taken)
             await self._set_free(held)
 

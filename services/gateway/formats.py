@@ -7,52 +7,95 @@ fits.
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jsonschema_rs
+import structlog
 
 from penstock.services.gateway.errors import AgentError
+from penstock.services.user_processes.pool import WorkerPool
+from penstock.services.user_processes.worker import Call, Program
 
-Fits = Callable[[str], bool]
+log = structlog.get_logger()
 
+LOOK_S = 2.0
+"""That a schema, or an answer by it, is looked at."""
+WAIT_S = 20.0
+"""That others' may take before."""
+MOST_BYTES = 64 << 10
+"""Of a schema, as JSON."""
+AHEAD = 8
+"""Looks that the process has at once."""
 
-def wanted_form(key: str, wanted: Mapping[str, Any] | None) -> Fits | None:
-    """Whether an answer has the form that is ``wanted`` under the request's ``key``; None where any will do. Raises
-    `AgentError` where no form is meant, or a schema is none."""
-    kind = (wanted or {}).get("type", "text")
-    if kind == "text" or wanted is None:
-        return None
-    if kind == "json_object":
-        return _fits({"type": "object"})
-    if kind != "json_schema":
-        raise AgentError(400, "unsupported", f"{key}.type: {kind!r}; text, json_object and json_schema are known")
-    about = wanted.get("json_schema", wanted)  # chat completions wrap it once more than responses
-    schema = about.get("schema") if isinstance(about, Mapping) else None
-    if not isinstance(schema, Mapping):
-        raise AgentError(400, "invalid_schema", f"{key}: it has no schema")
-    try:
-        return _fits(schema)
-    except (ValueError, TypeError, RecursionError) as error:
-        words = str(error).strip().splitlines()
-        raise AgentError(400, "invalid_schema", f"{key}: not a JSON schema: {words[0] if words else error}") from None
+Wanted = tuple[str, Mapping[str, Any] | None]
+"""The request's key, and what it says there."""
 
 
-def _fits(schema: Mapping[str, Any]) -> Fits:
-    # A pattern is searched in linear time, and nothing is looked up elsewhere: schemas are strangers' too.
-    validator = jsonschema_rs.validator_for(
-        dict(schema), retriever=_nowhere, pattern_options=jsonschema_rs.RegexOptions()
-    )
+class Form:
+    """One that an answer is to have. ``fits``: whether each of the answers that were judged has it; None: that took too
+    long to find out."""
 
-    def fits(text: str) -> bool:
+    def __init__(self, forms: Forms, schema: str) -> None:
+        self._forms, self._schema = forms, schema
+        self.fits: list[bool | None] = []
+
+    async def judge(self, texts: Sequence[str]) -> None:
+        """Notes which of these have it."""
         try:
-            return bool(validator.is_valid(json.loads(text)))
-        except (ValueError, RecursionError):
-            return False
+            self.fits = (await self._forms.look(self._schema, texts))["fits"]
+        except Exception as error:  # the answer is there; what it is worth is another matter
+            log.warning("whether an answer fits its form is not known", error=str(error))
+            self.fits = [None] * len(texts)
 
-    return fits
 
+class Forms:
+    """Looks at them in a process of its own, with a deadline: a schema that takes too long costs whoever has sent
+    it."""
 
-def _nowhere(uri: str) -> Any:
-    raise ValueError(f"{uri} is not looked up; write it out")
+    def __init__(self) -> None:
+        self._pool: asyncio.Future[WorkerPool] | None = None
+
+    async def read(self, wanted: Wanted) -> Form | None:
+        """The form that is wanted; None where any will do. Raises `AgentError` where no form is meant, or a schema is
+        none."""
+        key, said = wanted
+        kind = (said or {}).get("type", "text")
+        if kind == "text" or said is None:
+            return None
+        if kind == "json_object":
+            return Form(self, '{"type": "object"}')
+        if kind != "json_schema":
+            raise AgentError(400, "unsupported", f"{key}.type: {kind!r}; text, json_object and json_schema are known")
+        about = said.get("json_schema", said)  # chat completions wrap it once more than responses
+        schema = about.get("schema") if isinstance(about, Mapping) else None
+        if not isinstance(schema, Mapping):
+            raise AgentError(400, "invalid_schema", f"{key}: it has no schema")
+        text = json.dumps(schema)
+        if len(text) > MOST_BYTES:
+            raise AgentError(400, "invalid_schema", f"{key}: a schema has at most {MOST_BYTES:,} bytes")
+        try:
+            found = await self.look(text, ())
+        except Exception as error:
+            raise AgentError(400, "invalid_schema", f"{key}: the schema cannot be looked at: it {error}") from None
+        if "wrong" in found:
+            raise AgentError(400, "invalid_schema", f"{key}: not a JSON schema: {found['wrong']}")
+        return Form(self, text)
+
+    async def look(self, schema: str, texts: Sequence[str]) -> dict[str, Any]:
+        """See `schema_check.SchemaCheck.start`. Raises what its process, or the time that it takes, does."""
+        if self._pool is None:
+            program = Program("penstock.services.gateway.schema_check:SchemaCheck", "", "response_format", LOOK_S, {})
+            self._pool = asyncio.ensure_future(asyncio.to_thread(WorkerPool, program, 1, AHEAD))
+        pool = await asyncio.shield(self._pool)
+        future = pool.submit(Call({"schema": schema, "texts": list(texts)}))
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), WAIT_S)
+        except TimeoutError:
+            raise TimeoutError("had to wait for others that take long") from None
+
+    def close(self) -> None:
+        """Ends the process, if there is one."""
+        if self._pool and self._pool.done() and not self._pool.exception():
+            self._pool.result().close()

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from penstock.services.gateway.asking import Content, Stops, content_of
 from penstock.services.gateway.chat import about, dumps
+from penstock.services.gateway.formats import Form, Wanted
 from penstock.services.gateway.pictures import read_part
 from penstock.services.gateway.session import Turn
 
@@ -61,6 +62,7 @@ class ToolResult(BaseModel):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Content | None = None
+    is_error: bool | None = False
 
 
 Block = Annotated[Words | Picture | Thoughts | ToolUse | ToolResult, Field(discriminator="type")]
@@ -78,9 +80,20 @@ class Tool(BaseModel):
     """A function that the policy may ask for."""
 
     model_config = ConfigDict(extra="allow")
+    type: str | None = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any] = {}
+
+    @field_validator("type")
+    @classmethod
+    def _of_ones_own(cls, kind: str | None) -> str | None:
+        if kind not in (None, "custom"):
+            raise ValueError(
+                f"{kind!r} is a tool of Anthropic's own, which nobody runs here, and whose arguments the policy is not "
+                "told of; give it as one of your own, with its input_schema"
+            )
+        return kind
 
 
 class CountRequest(BaseModel):
@@ -117,11 +130,18 @@ class MessagesRequest(CountRequest):
     """``POST /v1/messages``. How tokens are drawn is the run's."""
 
     max_tokens: int = Field(ge=1)
-    stop_sequences: Stops = []
-    stream: bool = False
+    stop_sequences: Stops | None = None
+    stream: bool | None = False
+    output_config: dict[str, Any] | None = None
+
+    @property
+    def form(self) -> Wanted:
+        """That an answer is to have."""
+        wanted = (self.output_config or {}).get("format")
+        return "output_config.format", wanted if isinstance(wanted, dict) else None
 
 
-def message(session: str, model: str, turn: Turn) -> dict[str, Any]:
+def message(session: str, model: str, turn: Turn, form: Form | None = None) -> dict[str, Any]:
     """The answer, whole."""
     return {
         "id": f"msg_{session}-{turn.number}",
@@ -132,17 +152,17 @@ def message(session: str, model: str, turn: Turn) -> dict[str, Any]:
         "stop_reason": _stop(turn),
         "stop_sequence": turn.stopped_by or None,
         "usage": {"input_tokens": turn.prompt_tokens, "output_tokens": len(turn.answer.tokens)},
-        "penstock": about(session, [turn]),
+        "penstock": about(session, [turn], form),
     }
 
 
-def events(session: str, model: str, turn: Turn) -> Iterator[str]:
+def events(session: str, model: str, turn: Turn, form: Form | None = None) -> Iterator[str]:
     """The answer as server-sent events."""
 
     def event(kind: str, **rest: Any) -> str:
         return f"event: {kind}\ndata: {dumps({'type': kind, **rest})}\n\n"
 
-    whole = message(session, model, turn)
+    whole = message(session, model, turn, form)
     begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
     begun["usage"] = {**whole["usage"], "output_tokens": 0}
     yield event("message_start", message=begun)
@@ -178,12 +198,20 @@ def _stop(turn: Turn) -> str:
     return "stop_sequence" if turn.stopped_by else STOPS[turn.answer.finish]
 
 
+def _result(block: ToolResult) -> str | list[dict[str, Any]]:
+    """What came of a call; where that was an error, it says so."""
+    found = block.content or ""
+    if not block.is_error:
+        return found
+    return f"error: {found}" if isinstance(found, str) else [{"type": "text", "text": "error: "}, *found]
+
+
 def _messages(role: str, content: str | list[Block]) -> list[dict[str, Any]]:
     """One of Anthropic's, which may hold results of several tools."""
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     found: list[dict[str, Any]] = [
-        {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.content or ""}
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)}
         for block in content
         if isinstance(block, ToolResult)
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Annotated, Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from penstock.services.gateway import chat, completions, responses
 from penstock.services.gateway.address import Session
 from penstock.services.gateway.desk import Desk
+from penstock.services.gateway.formats import Form
 from penstock.services.gateway.questions import Ask, Asking
 from penstock.services.gateway.session import Turn
 from penstock.services.gateway.waiting import STREAMED, answered
@@ -46,13 +48,13 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
     ) -> JSONResponse | StreamingResponse:
         """Chat completions."""
         held, said, tools = await desk.find(session), asked.said(), asked.functions()
-        _ = asked.form  # what is wrong with it is told before anybody draws
-
+        form = await desk.forms.read(asked.form)
+        answers = several(asked.count, desk.chats(held, said, tools, asked.most, asked.stops), again)
         return await answered(
             request,
             asked.stream,
-            _several(asked.count, desk.chats(held, said, tools, asked.most, asked.stops), again),
-            lambda turns: chat.completion(held.id, model, turns, replies, asked),
+            judged(form, answers),
+            lambda turns: chat.completion(held.id, model, turns, replies, asked, form),
             lambda turns: chat.chunks(held.id, model, turns, replies, asked),
         )
 
@@ -65,7 +67,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         return await answered(
             request,
             asked.stream,
-            _several(asked.count, _completes(desk, held, asked), again),
+            several(asked.count, _completes(desk, held, asked), again),
             lambda turns: completions.completion(held.id, model, turns, replies, asked),
             lambda turns: completions.chunks(held.id, model, turns, replies, asked),
         )
@@ -76,19 +78,21 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
     ) -> JSONResponse | StreamingResponse:
         """Responses."""
         held = await desk.find(session)
-        said, _ = asked.said(held.id, held.session), asked.form
+        said, form = asked.said(held.id, held.session), await desk.forms.read(asked.form)
+        answer = several(1, desk.chats(held, said, asked.functions(), asked.max_output_tokens), again)
         return await answered(
             request,
             asked.stream,
-            desk.chat(held, said, asked.functions(), asked.max_output_tokens, asked=again),
-            lambda turn: responses.response(held.id, model, turn, replies, asked),
-            lambda turn: responses.events(held.id, model, turn, replies, asked),
+            judged(form, answer),
+            lambda turns: responses.response(held.id, model, turns[0], replies, asked, form),
+            lambda turns: responses.events(held.id, model, turns[0], replies, asked, form),
         )
 
     return routes
 
 
-async def _several(count: int, ask: Ask, asked: Asking) -> list[Turn]:
+async def several(count: int, ask: Ask, asked: Asking) -> list[Turn]:
+    """So many answers to one request."""
     together = asyncio.Barrier(count)
     each = [asked._replace(which=which, together=together) for which in range(count)]
     tasks = [asyncio.ensure_future(ask(one)) for one in each]
@@ -97,6 +101,14 @@ async def _several(count: int, ask: Ask, asked: Asking) -> list[Turn]:
     finally:
         for task in tasks:  # where one has failed, nobody hears the others
             task.cancel()
+
+
+async def judged(form: Form | None, answers: Coroutine[Any, Any, list[Turn]]) -> list[Turn]:
+    """The ``answers``, once it is known whether they have the ``form``."""
+    turns = await answers
+    if form:
+        await form.judge([turn.message["content"] for turn in turns])
+    return turns
 
 
 def _completes(desk: Desk, held: Held, asked: completions.CompletionRequest) -> Ask:

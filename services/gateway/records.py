@@ -105,6 +105,7 @@ def restore(work: Work, replies: Replies) -> None:
         session.life, session.opened = state["life"], state["opened"]
         session.beats, session.owner = state.get("beats", False), state.get("owner", "")
         session.spared = state.get("spared", 0)  # of older code
+        session.instructions = None
         session.unheard = set(state.get("unheard", ()))
         if state.get("ended"):
             ended.append((session, state))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from penstock.services.gateway.asking import Told, Tool, plain
+from penstock.services.gateway.asking import Never, Told, Tool, plain
 from penstock.services.gateway.chat import about, dumps
 from penstock.services.gateway.errors import AgentError, what_is_wrong
-from penstock.services.gateway.formats import Fits, wanted_form
+from penstock.services.gateway.formats import Form, Wanted
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Said, Session, Turn
 from penstock.services.gateway.turn_names import turn_of_id
@@ -34,6 +33,8 @@ class ResponsesRequest(BaseModel):
     include: list[str] | None = None
     text: dict[str, Any] | None = None
     stream: bool | None = False
+    conversation: Never = None
+    prompt: Never = None
 
     def functions(self) -> list[dict[str, Any]] | None:
         """The tools, as chat templates want them. Raises `AgentError` for those that the policy cannot ask for."""
@@ -49,22 +50,24 @@ class ResponsesRequest(BaseModel):
             found.append(made.model_dump(exclude_none=True))
         return found or None
 
-    @cached_property
-    def form(self) -> Fits | None:
-        """Whether an answer has the form that is asked for. Raises `AgentError`."""
+    @property
+    def form(self) -> Wanted:
+        """That an answer is to have. Raises `AgentError`."""
         wanted = (self.text or {}).get("format")
         if wanted is not None and not isinstance(wanted, dict):
             raise AgentError(422, "invalid_request", "text.format: not an object")
-        return wanted_form("text.format", wanted)
+        return "text.format", wanted
 
     def said(self, session_id: str, session: Session) -> list[dict[str, Any]]:
         """The conversation as chat completions have it. Raises `AgentError`."""
         before = _before(self.previous_response_id, session_id, session)
         if self.instructions is not None:
-            rest = before[1:] if before and before[0].get("role") == "system" else before
+            told = before[0] if before and before[0].get("role") == "system" else None
+            rest = before[1:] if told and session.was_instructed(told["content"]) else before
+            session.instruct(self.instructions)
             before = [{"role": "system", "content": self.instructions}, *rest]
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        said = [*before, *_messages(items)]
+        said = [*before, *_messages(_looked_up(items, session_id, session))]
         if not said:
             raise AgentError(422, "invalid_request", "input: nothing is asked")
         return said
@@ -79,7 +82,38 @@ def _before(id: str | None, session_id: str, session: Session) -> Said:
     return list(turn.said)
 
 
-def _messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _looked_up(items: Sequence[dict[str, Any]], session_id: str, session: Session) -> Iterator[dict[str, Any]]:
+    """``items``, those that are named by their ids alone written out; what is referred to is a turn's answer, which
+    several of its items name. Raises `AgentError`."""
+    for index, item in enumerate(items):
+        if item.get("type") != "item_reference" and item.keys() != {"id"}:
+            yield item
+            continue
+        name = str(item.get("id"))
+        if name.startswith("rs_"):  # what was thought is not told again
+            continue
+        of_call, _, place = name.rpartition("-")
+        turn, call = turn_of_id(name, "msg_", session_id, session), turn_of_id(of_call, "fc_", session_id, session)
+        found = _call(call, place) if call else _words(turn) if turn else None
+        if found is None:
+            raise AgentError(404, "item_not_found", f"input.{index}: {name[:80]!r} is no item of this session's")
+        yield found
+
+
+def _words(turn: Turn) -> dict[str, Any]:
+    return {"role": "assistant", "content": turn.message["content"]}
+
+
+def _call(turn: Turn, place: str) -> dict[str, Any] | None:
+    """One of the calls of a turn, by its ``place``; None where there is none."""
+    calls = turn.message.get("tool_calls", ())
+    if not place.isdigit() or int(place) >= len(calls):
+        return None
+    call = calls[int(place)]
+    return {"type": "function_call", "call_id": call["id"], **call["function"]}
+
+
+def _messages(items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """A message for each; the calls of one answer are one message's, with the words before them."""
     found: list[dict[str, Any]] = []
     for index, item in enumerate(items):
@@ -103,7 +137,9 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         raise AgentError(422, "invalid_request", f"input: {what_is_wrong(error.errors())}") from None
 
 
-def response(session: str, model: str, turn: Turn, replies: Replies, asked: ResponsesRequest) -> dict[str, Any]:
+def response(
+    session: str, model: str, turn: Turn, replies: Replies, asked: ResponsesRequest, form: Form | None = None
+) -> dict[str, Any]:
     """The answer, whole."""
     short = turn.answer.finish == "length" and not turn.message.get("tool_calls")  # a call is whole, or none
     size = len(turn.answer.tokens)
@@ -119,13 +155,15 @@ def response(session: str, model: str, turn: Turn, replies: Replies, asked: Resp
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": turn.prompt_tokens + size,
         },
-        "penstock": about(session, [turn], asked.form),
+        "penstock": about(session, [turn], form),
     }
 
 
-def events(session: str, model: str, turn: Turn, replies: Replies, asked: ResponsesRequest) -> Iterator[str]:
+def events(
+    session: str, model: str, turn: Turn, replies: Replies, asked: ResponsesRequest, form: Form | None = None
+) -> Iterator[str]:
     """The answer as server-sent events."""
-    whole = response(session, model, turn, replies, asked)
+    whole = response(session, model, turn, replies, asked, form)
     begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
     told: list[dict[str, Any]] = [
         {"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")

@@ -49,6 +49,8 @@ def canonical(message: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("tool_call_id", "name"):
         if message.get(name):
             found[name] = message[name]
+    if found["role"] == "assistant":
+        found.pop("name", None)  # what a framework calls its agent, which the policy did not say
     return found
 
 
@@ -131,6 +133,17 @@ class Session:
     """By digest, what its turns show, those too that have no answer yet."""
     room: int = MOST_OF_GROUP
     """Bytes of `files`, at most."""
+    instructions: set[str] | None = field(default_factory=set)
+    """What was said to be that (`responses`), and takes each other's place; None: of another gateway, and not known."""
+
+    def instruct(self, words: str) -> None:
+        """Notes it."""
+        if self.instructions is not None:
+            self.instructions.add(words)
+
+    def was_instructed(self, words: Any) -> bool:
+        """A system's message of these words was that, or may have been."""
+        return self.instructions is None or words in self.instructions
 
     def begin_anew(self, taken: bool) -> None:
         """Another agent takes it, from the start; ``taken``: the one before had heard of it."""

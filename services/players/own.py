@@ -63,7 +63,8 @@ class OwnPlayer:
             rewards += found["reward"]
             if found["done"]:
                 break
-            messages = [*messages, reply.message, *in_parts(_messages(found["observation"]), found["pictures"])]
+            seen = of_calls(_messages(found["observation"]), reply)
+            messages = [*messages, reply.message, *in_parts(seen, found["pictures"])]
         return Played(rewards, {"turns": float(turn)})
 
     async def close(self) -> None:
@@ -82,6 +83,20 @@ def as_said(reply: Reply) -> str:
 
 def _messages(observation: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+
+
+def of_calls(messages: list[dict[str, Any]], reply: Reply) -> list[dict[str, Any]]:
+    """A tool's messages without an id are the results of the reply's calls, in their order: some templates want to know
+    of which."""
+    ids = iter([call["id"] for call in reply.message.get("tool_calls", ()) if call.get("id")])
+
+    def told(message: dict[str, Any]) -> dict[str, Any]:
+        if message.get("role") != "tool" or message.get("tool_call_id"):
+            return message
+        id = next(ids, None)
+        return message if id is None else {**message, "tool_call_id": id}
+
+    return [told(message) for message in messages]
 
 
 async def _asked(call: Callable[[Callable[[dict[str, Any] | None, str], None]], None]) -> dict[str, Any]:

@@ -361,7 +361,16 @@ def test_bad_requests_cost_themselves(house: House, tmp_path: Path) -> None:
                 (f"{base}/responses", {"input": []}, 422),
                 (f"{base}/responses", {"input": "a", "previous_response_id": "resp_7"}, 404),
                 (f"{base}/responses", {"input": "a", "tools": [{"type": "web_search"}]}, 400),
-                (f"{base}/responses", {"input": [{"type": "item_reference", "id": "x"}]}, 400),
+                (f"{base}/responses", {"input": [{"type": "item_reference", "id": "x"}]}, 404),
+                (f"{base}/responses", {"input": [{"type": "computer_call", "id": "x"}]}, 400),
+                (f"{base}/responses", {"input": "a", "conversation": "conv_1"}, 422),
+                (f"{base}/chat/completions", {"messages": SAY, "functions": [{"name": "f"}]}, 422),
+                (f"{base}/completions", {"prompt": "a", "echo": True}, 422),
+                (
+                    f"{base}/messages",
+                    {"messages": SAY, "max_tokens": 4, "tools": [{"type": "bash_20250124", "name": "bash"}]},
+                    422,
+                ),
                 (f"{base}/responses", {"input": "a", "text": {"format": {"type": "json_schema"}}}, 400),
                 (
                     f"{base}/messages",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from pydantic import BaseModel
 
 from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
 from penstock.services.gateway.errors import AgentError
-from penstock.services.gateway.formats import wanted_form
+from penstock.services.gateway.formats import Forms
 from penstock.services.gateway.replies import Replies
 from penstock.services.runtime.errors import SetupError
 from penstock.services.turns.tokenizer import Tokenizer
@@ -27,6 +29,25 @@ POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required":
 
 def form(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "point", "strict": True, "schema": schema}}
+
+
+Looks = Callable[[Any, Sequence[str]], list[bool | None] | None]
+
+
+@pytest.fixture(scope="module")
+def look() -> Iterator[Looks]:
+    """Whether texts have a form, by the process that the gateway has for it."""
+    loop, forms = asyncio.new_event_loop(), Forms()
+
+    async def looked(wanted: Any, texts: Sequence[str]) -> list[bool | None] | None:
+        found = await forms.read(("response_format", wanted))
+        if found:
+            await found.judge(texts)
+        return found and found.fits
+
+    yield lambda wanted, texts: loop.run_until_complete(looked(wanted, texts))
+    forms.close()
+    loop.close()
 
 
 @pytest.mark.parametrize(
@@ -42,9 +63,8 @@ def form(schema: Any) -> dict[str, Any]:
         (form({"type": "array"}), "[" * 100_000, False),
     ],
 )
-def test_whether_an_answer_fits(wanted: dict[str, Any], text: str, fits: bool) -> None:
-    found = wanted_form("response_format", wanted)
-    assert found is not None and found(text) is fits
+def test_whether_an_answer_fits(look: Looks, wanted: dict[str, Any], text: str, fits: bool) -> None:
+    assert look(wanted, [text, text]) == [fits, fits]
 
 
 @pytest.mark.parametrize(
@@ -58,10 +78,24 @@ def test_whether_an_answer_fits(wanted: dict[str, Any], text: str, fits: bool) -
         ({"type": "grammar"}, "unsupported", "json_schema are known"),
     ],
 )
-def test_a_schema_that_is_none_is_refused(wanted: dict[str, Any], code: str, match: str) -> None:
+def test_a_schema_that_is_none_is_refused(look: Looks, wanted: dict[str, Any], code: str, match: str) -> None:
     with pytest.raises(AgentError, match=match) as refused:
-        wanted_form("response_format", wanted)
+        look(wanted, [])
     assert refused.value.status == 400 and refused.value.code == code
+
+
+def nested(levels: int) -> dict[str, Any]:
+    """A schema of a few kilobytes that is looked at twice as often with each level."""
+    several = {f"a{n}": {"allOf": [{"$ref": f"#/$defs/a{n + 1}"}] * 2} for n in range(levels)}
+    return {"$ref": "#/$defs/a0", "$defs": {**several, f"a{levels}": {"type": "number"}}}
+
+
+def test_a_schema_that_takes_for_ever_costs_whoever_has_sent_it(look: Looks, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = time.monotonic()
+    assert look(form(nested(40)), ["1"]) == [None], "the answer is there, and nobody knows whether it fits"
+    assert look(form(POINT), ['{"x": 3}']) == [True] and time.monotonic() - began < 15
+    with pytest.raises(AgentError, match="at most 65,536 bytes"):
+        look(form({"enum": ["x" * 70_000]}), [])
 
 
 def test_openais_client_asks_for_forms_and_is_told_whether_answers_fit(

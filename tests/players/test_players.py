@@ -23,14 +23,14 @@ from penstock.protocols.agent_client import AsyncAgentSession, Reply
 from penstock.protocols.experience import PICTURE, Group, Prompt
 from penstock.protocols.mailbox import DeadlineError
 from penstock.services.data import open_source
-from penstock.services.data.config import NumbersData
+from penstock.services.data.config import NumbersData, ReasoningGymData
 from penstock.services.data.pictures import in_parts
 from penstock.services.gateway.asking import content_of
 from penstock.services.gateway.zmq_door import ZmqDoor
-from penstock.services.players import openenv, playing
-from penstock.services.players.base import Played, Player, as_messages
+from penstock.services.players import openenv, playing, reasoning_gym
+from penstock.services.players.base import Played, Player, PlayError, as_messages
 from penstock.services.players.openenv import OpenEnvConfig, OpenEnvPlayer
-from penstock.services.players.own import as_said
+from penstock.services.players.own import as_said, of_calls
 from penstock.services.players.playing import Score, play_run
 from penstock.services.players.registry import make_player
 from penstock.services.runtime.errors import SetupError
@@ -246,6 +246,29 @@ def test_reasoning_gym_asks_a_groups_sessions_the_same(house: House) -> None:
     assert asked[0] == asked[3] and asked[0] != asked[1], "three tasks: the fourth row has the first one"
 
 
+def test_an_answer_that_takes_for_ever_to_be_scored_costs_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scorer of a countdown computes what the policy writes."""
+    monkeypatch.setattr(reasoning_gym, "SCORE_S", 2.0)
+    player = reasoning_gym.ReasoningGymPlayer(ReasoningGymData(task="countdown", size=2))
+    answers = {0: "9**9**9**9", 1: "1"}
+
+    def session(index: int) -> Any:
+        async def chat(*_: Any) -> Reply:
+            reply: Any = SimpleNamespace(text=answers[index])
+            return reply
+
+        return SimpleNamespace(task=Prompt(index=index, text=""), chat=chat)
+
+    async def main() -> None:
+        await player.open()
+        with pytest.raises(PlayError, match="its answer cannot be scored: it timed out"):
+            await player.play(session(0))
+        assert (await player.play(session(1))).reward is not None
+        await player.close()
+
+    asyncio.run(main())
+
+
 def test_an_openenv_server_is_played(house: House) -> None:
     server = pytest.importorskip("openenv.core.env_server.http_server")
     import uvicorn
@@ -324,6 +347,14 @@ def test_calls_are_told_to_a_class_as_hermes_writes_them() -> None:
     none = np.zeros(0, np.int32)
     reply = Reply(0, {"content": "Well.", "tool_calls": [call]}, "stop", none, none, none, 0.0)
     assert as_said(reply) == 'Well.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def test_results_are_told_of_which_calls_they_are() -> None:
+    called = [{"id": f"call{n}", "type": "function", "function": {"name": "f", "arguments": "{}"}} for n in (1, 2)]
+    reply: Any = SimpleNamespace(message={"role": "assistant", "content": "", "tool_calls": called})
+    results = [{"role": "tool", "content": "a"}, {"role": "tool", "content": "b", "tool_call_id": "own"}]
+    told = of_calls([*results, {"role": "tool", "content": "c"}, {"role": "user", "content": "d"}], reply)
+    assert [message.get("tool_call_id") for message in told] == ["call1", "own", "call2", None]
 
 
 def test_prompts_that_are_numbers() -> None:

@@ -1,0 +1,49 @@
+"""Agents that are not heard of any more: their sessions are for others."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+import structlog
+
+from penstock.services.gateway.config import GatewayConfig
+from penstock.services.gateway.work import Held
+
+log = structlog.get_logger()
+
+AWAY_S = 3.0
+"""Looks that are so far apart mean that this process was stopped, or busy."""
+
+
+class Silence:
+    """Looked at every second or so. ``abandon`` gives a session on, for a reason."""
+
+    def __init__(self, config: GatewayConfig, abandon: Callable[[Held, str], Coroutine[Any, Any, None]]) -> None:
+        self._config, self._abandon = config, abandon
+        self._looked_at = time.monotonic()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def look(self, every: Iterable[Held]) -> None:
+        """Gives up those whose agents are silent. While this process was away the silence was its own: what agents have
+        said meanwhile is not read yet."""
+        now = time.monotonic()
+        away, self._looked_at = now - self._looked_at > AWAY_S, now
+        for held in every:
+            if away and held.heard is not None:
+                held.heard = now
+            if reason := held.lost(self._config):
+                beats, held.touched, held.heard = held.heard is not None, now, None
+                task = asyncio.ensure_future(self._give_up(held, reason, beats))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _give_up(self, held: Held, reason: str, beats: bool) -> None:
+        """Where the broker could not be told of it, it is tried again."""
+        try:
+            await self._abandon(held, reason)
+        except Exception as error:
+            log.warning("a session could not be given up yet", session=held.id, error=str(error))
+            held.heard = time.monotonic() if beats else None

@@ -1,0 +1,115 @@
+"""What frameworks and their SDKs send beside the plain way: it means the same, or is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.messages import MessagesRequest
+from penstock.services.gateway.responses import ResponsesRequest
+from penstock.services.gateway.session import canonical
+from penstock.services.gateway.silence import AWAY_S
+from tests.gateway.house import House
+
+ASK = {"role": "user", "content": "sort dcba="}
+
+
+@pytest.fixture
+def house(tokenizers: dict[bool, Path], model: Any) -> House:
+    made = House(tokenizers[True], model)
+    made.desk.start(made.lease(0, n=2, new=4))
+    return made
+
+
+def test_the_name_that_a_framework_gives_its_agent_makes_no_branch() -> None:
+    plain = {"role": "assistant", "content": "abcd"}
+    assert canonical({**plain, "name": "researcher"}) == canonical(plain)
+    assert canonical({"role": "tool", "content": "a", "name": "f"})["name"] == "f"
+
+
+def test_what_is_referred_to_is_what_was_said(house: House) -> None:
+    """As Vercel's SDK tells of answers that it believes to be stored."""
+
+    async def agent() -> None:
+        desk, held = house.desk, await house.desk.open(1)
+        first = await desk.chat(held, ResponsesRequest(input=[ASK]).said(held.id, held.session), None)
+        named = {"type": "item_reference", "id": f"msg_{held.id}-{first.number}"}
+        thought = {"type": "item_reference", "id": "rs_1"}
+        asked = ResponsesRequest(input=[ASK, thought, named, {"role": "user", "content": "again"}])
+        again = await desk.chat(held, asked.said(held.id, held.session), None)
+        assert again.parent == first.number
+        first.message["tool_calls"] = [{"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+        called = {"type": "item_reference", "id": f"fc_{held.id}-{first.number}-0"}
+        said = ResponsesRequest(input=[ASK, named, called]).said(held.id, held.session)
+        assert said[-1]["content"] == first.message["content"] and said[-1]["tool_calls"][0]["id"] == "x"
+        for other in (f"fc_{held.id}-{first.number}-1", f"msg_{held.id}-99", "msg_train-9-9-9-0", "x"):
+            with pytest.raises(AgentError, match="is no item of this session's"):
+                ResponsesRequest(input=[{"type": "item_reference", "id": other}]).said(held.id, held.session)
+
+    house.run(agent)
+
+
+def test_instructions_take_the_place_of_instructions_alone(house: House) -> None:
+    async def agent() -> None:
+        desk, held = house.desk, await house.desk.open(1)
+        rules = {"role": "developer", "content": "rules"}
+        turn = await desk.chat(held, ResponsesRequest(input=[rules, ASK]).said(held.id, held.session), None, 1)
+
+        def told(instructions: str) -> list[str]:
+            asked = ResponsesRequest(
+                input="more", previous_response_id=f"resp_{held.id}-{turn.number}", instructions=instructions
+            )
+            turn.said = asked.said(held.id, held.session)  # as if that had been answered, too
+            return [message["content"] for message in turn.said if message["role"] == "system"]
+
+        assert told("be brief") == ["be brief", "rules"]
+        assert told("be long") == ["be long", "rules"]
+        held.session.instructions = None  # as where another gateway has taken it up
+        assert told("be quick") == ["be quick", "rules"]
+
+    house.run(agent)
+
+
+def test_a_result_that_is_an_error_says_so() -> None:
+    result = {"type": "tool_result", "tool_use_id": "x", "content": "no such file", "is_error": True}
+    asked = MessagesRequest(messages=[{"role": "user", "content": [result]}], max_tokens=4, stop_sequences=None)
+    assert asked.said() == [{"role": "tool", "tool_call_id": "x", "content": "error: no such file"}]
+
+
+def test_while_the_gateway_itself_was_stopped_no_agent_was_silent(house: House) -> None:
+    async def agent() -> None:
+        desk = house.desk
+        held = await desk.open(1, beats=True)
+        await desk.chat(held, [ASK], None)
+        long_ago = time.monotonic() - desk.config.lost_s - 5
+        held.heard = long_ago
+        desk._silence._looked_at = time.monotonic() - AWAY_S - 1
+        desk.expire()
+        await asyncio.sleep(0.1)
+        assert await desk.find(held.id) is held, "its beats were not read yet"
+        held.heard = long_ago
+        desk.expire()
+        await asyncio.sleep(0.1)
+        assert held.session.life == 1, "this time it was silent"
+
+    house.run(agent)
+
+
+def test_who_is_given_up_has_no_turns_under_way(house: House) -> None:
+    async def agent() -> None:
+        desk, held = house.desk, await house.desk.open(1)
+        asking = asyncio.ensure_future(desk.chat(held, [ASK], None))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert held.questions.pending == 1
+        await desk.abandon(held, "he has gone")
+        with pytest.raises(AgentError, match="the session has ended"):
+            await asking
+        assert held.questions.pending == 0
+
+    house.run(agent)
