@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from penstock.pipeline.config import Config, PretrainedModel
 from penstock.pipeline.preflight import given
@@ -36,7 +37,7 @@ def look(config: Config, report: Report) -> None:
             _find(policy, "model.path")
             _check_whole(policy, "model.path")
             _encode(config, report)
-            _check_frozen(policy, config.trainer.freeze)
+            _check_frozen(policy, config.trainer.freeze, config.trainer.pipeline_parallel)
             _check_routing(policy, config.rollout.sampling.routing_replay)
             _check_vllm(policy, config, report)
             if config.with_critic and not config.critic.path:
@@ -83,8 +84,8 @@ def _check_whole(path: str, key: str) -> None:
     check_whole(load_config(path, key), path, key)
 
 
-def _check_frozen(path: str, patterns: Sequence[str]) -> None:
-    """Raises `SetupError` where one of them fits nothing, or all."""
+def _check_frozen(path: str, patterns: Sequence[str], stages: int) -> None:
+    """Raises `SetupError` where one of them fits nothing, or together they leave nothing in one of the ``stages``."""
     from penstock.services.modeling.freezing import freeze
     from penstock.services.modeling.load import empty_model
     from penstock.services.modeling.towers import freeze_towers
@@ -92,6 +93,28 @@ def _check_frozen(path: str, patterns: Sequence[str]) -> None:
     if patterns:
         freeze_towers(model := empty_model(path))
         freeze(model, patterns)
+        for first, end in _idle_stages(model, stages) if stages > 1 else ():
+            raise SetupError(
+                f"trainer.freeze leaves nothing in layers {first} to {end - 1}, which are a stage of "
+                f"trainer.pipeline_parallel={stages}; name fewer, or set that to 1"
+            )
+
+
+def _idle_stages(model: Any, stages: int) -> Iterator[tuple[int, int]]:
+    """First layer, and the one behind the last, of each of the ``stages`` in which nothing of ``model`` learns."""
+    from penstock.services.modeling.parallel.stage_layers import stage_layers
+    from penstock.services.modeling.towers import decoder_of
+
+    layers, begins = decoder_of(model).layers, model.get_input_embeddings().weight
+    inside = {id(parameter) for parameter in layers.parameters()}
+    ends = [each for each in model.parameters() if id(each) not in inside and each is not begins]
+    head = model.get_output_embeddings()
+    ends += [begins] * (head is not None and head.weight is begins)
+    for number, (first, end) in enumerate(stage_layers(len(layers), stages)):
+        has = [parameter for layer in layers[first:end] for parameter in layer.parameters()]
+        has += [begins] * (number == 0) + ends * (number == stages - 1)
+        if not any(parameter.requires_grad for parameter in has):
+            yield first, end
 
 
 def _check_top_k(path: str, k: int, key: str) -> None:

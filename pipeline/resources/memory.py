@@ -226,7 +226,7 @@ def _spared_by(kind: str, learner: LearnerConfig) -> str:
     if not learner.offload and learner.tensor_parallel == 1:
         words.append(f"{kind}.offload=true")
     if isinstance(learner, TrainerConfig) and learner.lora is None:
-        words.append("an adapter (trainer.lora)")
+        words += ["an adapter (trainer.lora)"] * (learner.tensor_parallel == 1 and not learner.freeze)
     elif isinstance(learner, TrainerConfig) and learner.lora and not learner.lora.quantize:
         words.append("an adapter of a model in 4 bits (trainer.lora.quantize=nf4)")
     return " or ".join(words)

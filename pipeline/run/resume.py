@@ -21,7 +21,7 @@ FIXED = (
 """What a resumed run must have as it began."""
 FOLDERS = ("model.path", "trainer.lora.start")
 """Among these, folders, which may have been moved: where one is gone, another may be given."""
-FILE = re.compile(r"prompts\.(train|eval(_given)?\.[^.]+)\.(sources\.[^.]+\.)?files\.\d+")
+FILE = re.compile(r"prompts\.(train|eval|eval_given)(\..+)?\.files\.\d+")
 """And files of data."""
 NOWHERE = ("run.name", "run.folder")
 """Where a run lies is known by then."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from penstock.protocols import messages as m
+from penstock.protocols import wire
 from penstock.services.broker import best_version
 from penstock.services.broker.membership import Member
 from penstock.services.data import DataError
@@ -17,20 +18,23 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-AT_ONCE = 16
-"""Rows of a message: they may show pictures."""
+AT_ONCE, BYTES_AT_ONCE = 64, 4 << 20
+"""Rows of a message, which may show pictures, and their bytes, but for the last one's."""
 
 
 def send_rows(state: BrokerState, member: Member, request: int, asked: m.HeldOutRequest) -> None:
     """Some rows, from one on."""
-    held_out, rows = state.held_out_given, []
-    end = min(len(held_out), asked.begin + AT_ONCE)
-    for draw in range(max(0, asked.begin), end):
-        name = held_out.name_of(draw)
+    held_out, rows, size, end = state.held_out_given, list[m.HeldOutRow](), 0, max(0, asked.begin)
+    while end < len(held_out) and len(rows) < AT_ONCE and size < BYTES_AT_ONCE:
+        name, draw, end = held_out.name_of(end), end, end + 1
         try:
-            rows.append(m.HeldOutRow(set=name, prompt=held_out.draw(draw)))
-        except DataError as error:
+            row = m.HeldOutRow(set=name, prompt=held_out.draw(draw))
+            wire.check(said := row.model_dump())
+        except (DataError, wire.WireError) as error:
             log.warning("a held-out row cannot be used", set=name, error=str(error))
+            continue
+        rows.append(row)
+        size += len(wire.pack(said))
     state.router.send(member.identity, m.HeldOutRows(rows=rows, next=end, more=end < len(held_out)), request)
 
 
@@ -40,6 +44,6 @@ def take(state: BrokerState, member: Member, request: int, said: m.EvalLoss) -> 
         state.losses.note(said.step, said.sets)
         log.info("measured on held-out rows", step=said.step, **said.sets)
         state.recorder.losses({"step": said.step, "sets": said.sets, "time": time.time()})
-        if state.progress.phase == "training":
+        if said.step < state.settings.steps:  # whatever the phase: a broker that has just begun hears it, too
             best_version.consider_end(state)
     state.router.send(member.identity, m.Ack(), request)

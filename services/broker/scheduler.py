@@ -59,10 +59,10 @@ class Scheduler:
         alone = {leases.holder(lease.number) for lease in leases.open.values() if lease.attempt > SUSPECT_AFTER}
         rollouts = [r for r in rollouts if r.identity not in alone]
         self.grant_evaluation(Room(rollouts), now)
-        if state.progress.phase == "training" and not self._evaluation_waits_for_room():
+        if state.progress.phase == "training" and not self.evaluation_waits_for_room():
             self._grant_training(rollouts, now)
 
-    def _evaluation_waits_for_room(self) -> bool:
+    def evaluation_waits_for_room(self) -> bool:
         """Evaluation prompts go first, but for those that wait until a version is served."""
         state = self._state
         round = state.evaluation.round if state.evaluation.leases.waiting() else None

@@ -320,9 +320,10 @@ def _stage(
 
 def _buffers(learner: ModelLearner) -> Iterator[tuple[str, torch.Tensor]]:
     """Those that a checkpoint has: not what is computed from the config, nor what is tied."""
-    known, tied = learner.parameters, {id(parameter) for parameter in learner.parameters.values()}
+    known, seen = learner.parameters, {id(parameter) for parameter in learner.parameters.values()}
     for name, value in learner.model.state_dict(keep_vars=True).items():
-        if name not in known and id(value) not in tied:
+        if name not in known and id(value) not in seen:
+            seen.add(id(value))
             yield name, value
 
 

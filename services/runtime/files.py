@@ -42,7 +42,8 @@ def remove_numbered(folder: Path, before: str, behind: str, number: int) -> None
     (folder / f"{before}{number:06d}{behind}").unlink(missing_ok=True)
     if number > 0 and (folder / f"{before}{number - 1:06d}{behind}").exists():
         for path in folder.glob(f"{before}*{behind}"):
-            if int(path.name.removeprefix(before).removesuffix(behind)) < number:
+            own = path.name.removeprefix(before).removesuffix(behind)
+            if own.isdigit() and int(own) < number:
                 path.unlink(missing_ok=True)
 
 

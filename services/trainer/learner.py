@@ -64,7 +64,8 @@ class Learner(ModelLearner):
         self._config, self._teacher = config, teacher
         self._temperature, self._compares = temperature, config.algorithm.advantage.compares
         self.algorithm = Algorithm(config.algorithm)
-        self.flops = ModelFlops.of(self.config, self.adapted is not None, self.world)
+        if not config.freeze:  # of which a backward takes less
+            self.flops = ModelFlops.of(self.config, self.adapted is not None, self.world)
         rate = teacher.config.teacher_rate if teacher else 1.0
         self._average = WeightAverage(self.parameters, self.optimizer, rate) if rate < 1 else None
         """The teacher's weights, where they are not the policy's."""

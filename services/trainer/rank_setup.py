@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from penstock.services.learning.batch import open_batch
 from penstock.services.modeling import determinism
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.head import compute_head_in
+from penstock.services.modeling.lengths import positions_of
 from penstock.services.modeling.load import device_of, load_tokenizer, vocabulary_of
 from penstock.services.modeling.lora import Adapter, is_adapters, plain_name
 from penstock.services.modeling.parallel.start import load_trainable
@@ -78,10 +79,11 @@ class TrainerSettings:
     held_out: HeldOutSettings = field(default_factory=HeldOutSettings)
     """What the loss on held-out rows is of."""
 
-    def held_out_rows(self, packed: bytes) -> HeldOut:
-        """Of rows, packed as `held_out.pack_rows` does."""
-        text = Tokenizer(self.model_path, self.template)
-        return HeldOut(self.held_out, unpack_rows(packed), text, self.trainer.steps)
+    def held_out_rows(self, packed: bytes, model_config: Any) -> HeldOut:
+        """Of rows, packed as `held_out.pack_rows` does, for a model of transformers' ``model_config``."""
+        text, bounds = Tokenizer(self.model_path, self.template), (self.held_out.longest, positions_of(model_config))
+        settings = replace(self.held_out, longest=min(filter(None, bounds), default=None))
+        return HeldOut(settings, unpack_rows(packed), text, self.trainer.steps)
 
     def canary(self, learner: Learner, tokenizer: Any) -> list[int]:
         """The sequence that every version is checked with: the same for a run's life, and on every rank."""

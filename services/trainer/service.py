@@ -268,11 +268,11 @@ class Trainer:
             return
         rows, begin, more = list[HeldOutRow](), 0, True
         while more:
-            said = self.actor.mailbox.ask(HeldOutRequest(begin=begin), ANSWER_DEADLINE_S)
+            said = self._desk.wait(self.actor.mailbox.ask_later(HeldOutRequest(begin=begin), ANSWER_DEADLINE_S))
             assert isinstance(said, HeldOutRows)
             rows, begin, more = [*rows, *said.rows], said.next, said.more
         packed = pack_rows(rows)
-        self._held_out = self._settings.held_out_rows(packed)
+        self._held_out = self._settings.held_out_rows(packed, self._learner.model.config)
         if self._world.size > 1:
             self._world.order("rows")
             self._world.share(packed)
@@ -284,6 +284,7 @@ class Trainer:
             found = self._held_out.measure(self._learner)
             self.actor.mailbox.ask(EvalLoss(step=self._learner.version, sets=found), ANSWER_DEADLINE_S)
             self._measured = self._learner.version
+            self._learner.memory.metrics()  # which are no step's
 
     def _ledger_tail(self) -> LedgerTail:
         return LedgerTail(version=self.actor.version, steps=list(self._tail))

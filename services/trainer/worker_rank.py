@@ -50,7 +50,7 @@ class WorkerRank:
                 self._sending = threading.Thread(target=self._send, args=(trained,), name="source", daemon=True)
                 self._sending.start()
             elif what == "rows":
-                self._held_out = self._settings.held_out_rows(self._world.share())
+                self._held_out = self._settings.held_out_rows(self._world.share(), self._learner.model.config)
             elif what == "measure":
                 assert self._held_out
                 self._held_out.measure(self._learner)

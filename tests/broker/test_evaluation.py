@@ -15,13 +15,14 @@ from pydantic import ValidationError
 
 from penstock.pipeline.run.summary import read_lines
 from penstock.protocols import messages as m
-from penstock.protocols.experience import Sampling, Trajectory
+from penstock.protocols.experience import Prompt, Sampling, Trajectory
 from penstock.services.broker.config import EvalSampling, PromptsConfig
 from penstock.services.broker.rules.course import best_of
 from penstock.services.broker.rules.evaluation import Evaluation, majority, pass_at
 from penstock.services.broker.rules.held_out_losses import HeldOutLosses
 from penstock.services.broker.rules.journal import Volatile
 from penstock.services.broker.scoring import _vote
+from penstock.services.data.held_out import HeldOut
 from tests.broker.machine import Memory
 from tests.broker.test_broker import Stage
 
@@ -163,15 +164,15 @@ def test_sets_of_both_kinds_have_names_of_their_own(given: dict[str, object], sa
 
 def test_a_run_ends_early_by_the_loss_that_the_trainer_measures(tmp_path: Path, redis_url: str) -> None:
     prompts = PromptsConfig.model_validate(
-        {"train": {"type": "sort", "size": 50}, "eval_given": {"type": "sort", "size": 20, "seed": 1}}
-        | {"eval_every": 1, "eval_size": 18, "stop_after": 2}
+        {"train": {"type": "sort", "size": 50}, "eval_given": {"type": "sort", "size": 80, "seed": 1}}
+        | {"eval_every": 1, "eval_size": 70, "stop_after": 2}
     )
     stage = Stage(tmp_path, redis_url, prompts=prompts, steps=9)
     trainer = stage.peer("trainer", "trainer")
     first = trainer.box.ask(m.HeldOutRequest(begin=0), 5)
     assert isinstance(first, m.HeldOutRows) and first.more and {row.set for row in first.rows} == {"given"}
     rest = trainer.box.ask(m.HeldOutRequest(begin=first.next), 5)
-    assert isinstance(rest, m.HeldOutRows) and not rest.more and len(first.rows) + len(rest.rows) == 18
+    assert isinstance(rest, m.HeldOutRows) and not rest.more and len(first.rows) + len(rest.rows) == 70
     assert all(row.prompt.truth for row in first.rows)
     stage.rollout()
     for step, loss in enumerate((4.0, 1.0, 1.5, 1.5, 1.25)):
@@ -183,3 +184,34 @@ def test_a_run_ends_early_by_the_loss_that_the_trainer_measures(tmp_path: Path, 
     stage.close()
     rows = [row for row in read_lines(tmp_path / "metrics.jsonl") if row["kind"] == "eval_loss"]
     assert [row["sets"]["given"] for row in rows] == [4.0, 1.0, 1.5, 1.5, 1.25]
+
+
+def test_the_last_loss_ends_no_run_early(tmp_path: Path, redis_url: str) -> None:
+    """It may go on with more steps."""
+    prompts = PromptsConfig.model_validate(
+        {"train": {"type": "sort", "size": 50}, "eval_given": {"type": "sort", "size": 4, "seed": 1}}
+        | {"eval_every": 1, "stop_after": 1}
+    )
+    stage = Stage(tmp_path, redis_url, prompts=prompts, steps=2)
+    trainer = stage.peer("trainer", "trainer")
+    for step, loss in ((1, 1.0), (2, 2.0)):
+        trainer.box.ask(m.EvalLoss(step=step, sets={"given": loss}), 5)
+    assert not stage.broker.state["early"]
+    trainer.box.ask(m.EvalLoss(step=1, sets={"given": 3.0}), 5)
+    trainer.box.ask(m.EvalLoss(step=0, sets={"given": 0.5}), 5)
+    assert "after step 0" in stage.broker.state["early"]
+    stage.close()
+
+
+def test_a_held_out_row_that_cannot_be_told_costs_itself(tmp_path: Path, redis_url: str) -> None:
+    stage = Stage(tmp_path, redis_url)
+    rows = [Prompt(index=n, text="a", truth={"more": {"number": 2 ** (70 if n == 1 else 7)}}) for n in range(3)]
+    rows.append(Prompt(index=3, text="a" * (5 << 20)))
+    stage.broker._state.held_out_given = HeldOut({"given": [*rows, rows[0]]}, 9)
+    said, begin = [], 0
+    trainer = stage.peer("trainer", "trainer")
+    while not said or said[-1].more:
+        said.append(trainer.box.ask(m.HeldOutRequest(begin=begin), 5))
+        begin = said[-1].next
+    assert [[row.prompt.index for row in each.rows] for each in said] == [[0, 2, 3], [0]]
+    stage.close()

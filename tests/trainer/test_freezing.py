@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
+from penstock.pipeline.preflight.model import _check_frozen
+from penstock.services.learning import checkpoint
 from penstock.services.modeling.freezing import freeze
 from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime.errors import SetupError
@@ -14,7 +17,7 @@ from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.rank_setup import load_policy
 from tests.trainer.rank_program import a_mixture, a_model
-from tests.trainer.steps import a_step
+from tests.trainer.steps import Tokenizer, a_step
 
 PATTERNS = ["model.embed_tokens.*", "model.layers.0.*"]
 
@@ -42,3 +45,26 @@ def test_what_stands_still_is_published_as_it_came_and_costs_no_state(tmp_path: 
 def test_patterns_that_make_no_sense_are_refused(patterns: list[str], said: str) -> None:
     with pytest.raises(SetupError, match=said):
         freeze(a_mixture(), patterns)
+
+
+def test_a_stage_in_which_nothing_learns_is_named_before_a_run(tmp_path: Path) -> None:
+    a_model(num_hidden_layers=4).save_pretrained(tmp_path)
+    lower = ["model.embed_tokens.*", "model.layers.[01].*"]
+    _check_frozen(str(tmp_path), lower[1:], 2)  # the first stage has the embedding
+    _check_frozen(str(tmp_path), lower, 1)
+    with pytest.raises(SetupError, match=r"nothing in layers 0 to 1, .* trainer.pipeline_parallel=2"):
+        _check_frozen(str(tmp_path), lower, 2)
+
+
+def test_what_is_tied_and_stands_still_is_saved_once(tmp_path: Path) -> None:
+    a_model(tie_word_embeddings=True).save_pretrained(tmp_path)
+    config = TrainerConfig.model_validate({"freeze": PATTERNS[:1]})
+    world = World(torch.device("cpu"))
+    learner = Learner(load_policy(str(tmp_path), str(tmp_path), world, "float32", config), config, 1.0, world)
+    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path / "checkpoints", 1)
+    path = saver.begin().result()
+    saver.close()
+    with safe_open(path / "model.safetensors", framework="pt") as file:
+        assert {name for name in file.keys() if name.endswith(("lm_head.weight", "embed_tokens.weight"))} == {  # noqa: SIM118
+            "model.embed_tokens.weight"
+        }

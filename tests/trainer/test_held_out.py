@@ -9,13 +9,16 @@ import pytest
 import torch
 
 from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
+from penstock.protocols.columns import ColumnTable
 from penstock.protocols.experience import Prompt
 from penstock.protocols.messages import HeldOutRow
 from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.held_out import HeldOut, HeldOutSettings, pack_rows, unpack_rows
 from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.rank_setup import TrainerSettings
 from penstock.services.turns.tokenizer import Tokenizer
+from penstock.services.weights.config import WeightsConfig
 from tests.trainer.rank_program import a_model
 
 ROWS = [
@@ -70,3 +73,17 @@ def test_it_is_measured_when_it_is_due(text: Tokenizer) -> None:
 def test_a_set_of_which_no_row_can_be_used_is_named(text: Tokenizer) -> None:
     with pytest.raises(SetupError, match=r"prompts.eval_given.words: no row can be used; row 0: .*room for 4"):
         made(text, longest=4)
+
+
+def test_rows_are_no_longer_than_the_model_has_positions(text: Tokenizer, tmp_path: Path) -> None:
+    """Or an embedding of positions would be asked for one that it has not."""
+    settings = TrainerSettings(
+        TrainerConfig(), WeightsConfig(), str(tmp_path), "float32", 1.0, "run", False, tmp_path,
+        ColumnTable(columns=()),
+        held_out=HeldOutSettings(sets=("sums",), longest=2048),
+    )  # fmt: skip
+    packed = pack_rows([row for row in ROWS if row.set == "sums"])
+    sizes = {10: 2, 4: 1}
+    for positions, usable in sizes.items():
+        found = settings.held_out_rows(packed, a_model(max_position_embeddings=positions).config)
+        assert len(found._sets["sums"]) == usable, positions

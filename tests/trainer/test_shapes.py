@@ -33,6 +33,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "sequence and tensor parallel": {"ranks": 4, "sequence_parallel": 2, "tensor_parallel": 2},
     "whole layers that stand still": {"ranks": 2, "freeze": ["model.embed_tokens.*", "model.layers.0.*", "*_norm.*"]},
+    "norms and layers that stand still, tensor parallel": {
+        "ranks": 2, "tensor_parallel": 2, "freeze": ["model.layers.0.*", "*.q_norm.*"],
+    },
     "a pipeline's layers that stand still, on the host": {
         "ranks": 2, "pipeline_parallel": 2, "offload": True, "freeze": ["model.layers.*.mlp.*"],
     },

@@ -84,7 +84,7 @@ def _check_even(size: int, counts: Mapping[str, int]) -> None:
 def sum_partial(model: Any, parameters: dict[str, torch.nn.Parameter], world: World) -> None:
     """Gradients of which each rank of a layer has a part become whole."""
     for name in getattr(model, "penstock_partial", ()):
-        gradient = parameters[name].grad
+        gradient = parameters[name].grad if name in parameters else None  # of what stands still there is none
         if gradient is not None:
             mine = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             dist.all_reduce(mine, group=world.tensor_mesh.get_group())
