@@ -31,7 +31,8 @@ class RouterServer:
     """The broker's side: one ROUTER socket, used from one thread.
 
     Answers are queued and leave at `flush`, so the broker can make a whole turn's state durable before a word of it
-    is acknowledged. ``key`` is the config's, for errors; ``admits`` says which public keys are guests'.
+    is acknowledged. ``key`` is the config's, for errors; ``admits`` says which public keys are guests';
+    ``largest``: bytes of a frame.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class RouterServer:
         keys: BrokerKeys | None = None,
         key: str = "broker.bind",
         admits: Callable[[str], bool] = lambda public: False,
+        largest: int = wire.MAX_FRAME_BYTES,
     ) -> None:
         if not keys and not is_loopback(bind):
             raise AddressError(f"{key}: {bind} can be reached from other machines, and there are no keys")
@@ -47,6 +49,7 @@ class RouterServer:
         authenticator: ThreadAuthenticator | None = None
         self._socket = context.socket(zmq.ROUTER)
         set_up(self._socket, bind)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, largest)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if keys:

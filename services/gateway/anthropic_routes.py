@@ -22,6 +22,7 @@ def anthropic_routes(desk: Desk, model: str) -> APIRouter:
     ) -> JSONResponse | StreamingResponse:
         """Messages."""
         held, form = await desk.find(session), await desk.forms.read(asked.form)
+        again = again._replace(streamed=bool(asked.stream))
         about = asked.said(), asked.functions(), asked.max_tokens, asked.stop_sequences or ()
         return await answered(
             request,

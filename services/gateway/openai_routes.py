@@ -49,6 +49,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         """Chat completions."""
         held, said, tools = await desk.find(session), asked.said(), asked.functions()
         form = await desk.forms.read(asked.form)
+        again = again._replace(streamed=bool(asked.stream))
         answers = several(asked.count, desk.chats(held, said, tools, asked.most, asked.stops), again)
         return await answered(
             request,
@@ -63,7 +64,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         session: Session, asked: completions.CompletionRequest, request: Request, again: Asked
     ) -> JSONResponse | StreamingResponse:
         """Completions of text, or of token ids."""
-        held = await desk.find(session)
+        held, again = await desk.find(session), again._replace(streamed=bool(asked.stream))
         return await answered(
             request,
             asked.stream,
@@ -77,7 +78,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         session: Session, asked: responses.ResponsesRequest, request: Request, again: Asked
     ) -> JSONResponse | StreamingResponse:
         """Responses."""
-        held = await desk.find(session)
+        held, again = await desk.find(session), again._replace(streamed=bool(asked.stream))
         said, form = asked.said(held.id, held.session), await desk.forms.read(asked.form)
         answer = several(1, desk.chats(held, said, asked.functions(), asked.max_output_tokens), again)
         return await answered(

@@ -33,6 +33,8 @@ class Asking(NamedTuple):
     """Of several answers to it."""
     together: asyncio.Barrier | None = None
     """Where all of several are waited for: none of them is heard before."""
+    streamed: bool = False
+    """Who asks is on a line that is kept open: no answer is late."""
 
     def digest(self, about: str) -> str:
         """Of what it asks, ``about``, and of what else tells it from others."""
@@ -61,9 +63,10 @@ class Question:
         task = self.task
         return task is not None and task.done() and (task.cancelled() or task.exception() is not None)
 
-    async def answer(self, within_s: float, together: asyncio.Barrier | None = None) -> Turn:
+    async def answer(self, within_s: float | None, together: asyncio.Barrier | None = None) -> Turn:
         """For one more who waits, and has it when all are there that are waited for ``together``. Raises what the task
-        raises, and `AgentError` where there is no answer in time: who asks again waits for the same."""
+        raises, and `AgentError` where there is no answer in time (None: there is no such time): who asks again waits
+        for the same."""
         self.waiting += 1
         try:
             turn = self.turn
@@ -149,7 +152,7 @@ class Questions:
                 question = self.ask(digest, answer(digest))
                 assert question.task is not None
                 question.task.add_done_callback(done)
-            return await question.answer(within_s, asked.together)
+            return await question.answer(None if asked.streamed else within_s, asked.together)
         except asyncio.CancelledError:
             if question and question.task and question.task.cancelled():
                 raise EndedError() from None

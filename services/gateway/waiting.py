@@ -7,12 +7,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
+import structlog
 from fastapi import Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from penstock.services.gateway.chat import dumps
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.session import Turn
+
+log = structlog.get_logger()
 
 LOOK_S = 0.5
 """Between two looks at whether the agent is still there."""
@@ -74,5 +77,9 @@ async def _stream(
                 yield line
         except AgentError as error:
             yield f"event: error\ndata: {dumps(error.body)}\n\n"
+        except Exception as error:  # the line would end without a word
+            log.exception("an answer could not be streamed")
+            failed = AgentError(500, "failed", f"{type(error).__name__}: {error}")
+            yield f"event: error\ndata: {dumps(failed.body)}\n\n"
 
     return StreamingResponse(lines(), media_type="text/event-stream")

@@ -19,6 +19,7 @@ from penstock.protocols.experience import as_bytes
 from penstock.protocols.keys import BrokerKeys
 from penstock.protocols.router_server import RouterServer
 from penstock.services.gateway.access import OWNER, WHO, Access, Visitor
+from penstock.services.gateway.bodies import LARGEST_SHOWN
 from penstock.services.gateway.chat import ChatRequest
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.errors import LEAVING, AgentError, what_is_wrong
@@ -32,7 +33,7 @@ POLL_S = 0.005
 SILENT_S = 3 * BEAT_S
 """A client of which nothing was heard for so long is given no session: it has gone, most probably."""
 REMEMBERED, REMEMBERED_BYTES = 4096, 256 << 20
-"""Answers that are kept for who asks again; and bytes of the pictures that tasks among them show."""
+"""Answers that are kept for who asks again; and their bytes."""
 Request = tuple[str, int, str]
 """Who asked, by which number, and with which guest's key: asked again, it is the same."""
 Asked = TypeVar("Asked", bound=BaseModel)
@@ -43,7 +44,7 @@ class ZmqDoor:
 
     def __init__(self, bind: str, desk: Desk, keys: BrokerKeys | None, access: Access) -> None:
         self._desk, self._access = desk, access
-        self._router = RouterServer(bind, keys, "gateway.bind", access.admits)
+        self._router = RouterServer(bind, keys, "gateway.bind", access.admits, LARGEST_SHOWN)
         self.address = self._router.address
         self._answers: queue.SimpleQueue[tuple[Request, m.Message]] = queue.SimpleQueue()
         self._known: OrderedDict[Request, m.Message | None] = OrderedDict()
@@ -110,9 +111,9 @@ class ZmqDoor:
 
     def _remember(self, request: Request, answer: m.Message | None) -> None:
         self._known[request] = answer
-        self._known_bytes += _shown_bytes(answer)
+        self._known_bytes += _bytes_of(answer)
         while len(self._known) > REMEMBERED or (self._known_bytes > REMEMBERED_BYTES and len(self._known) > 1):
-            self._known_bytes -= _shown_bytes(self._known.popitem(last=False)[1])
+            self._known_bytes -= _bytes_of(self._known.popitem(last=False)[1])
 
     def _who(self, guest: str) -> Visitor:
         return self._access.by_curve(guest) if guest else OWNER
@@ -174,7 +175,10 @@ class ZmqDoor:
         return m.AgentOpened(session=held.id, base_url=url, purpose=lease.purpose, task=lease.prompt, turn_s=turn_s)
 
 
-def _shown_bytes(answer: m.Message | None) -> int:
+def _bytes_of(answer: m.Message | None) -> int:
+    """Of what may be large: pictures of a task, and what the policy said."""
+    if isinstance(answer, m.AgentReply):
+        return len(answer.tokens) + len(answer.logprobs) + len(answer.versions) + len(str(answer.message))
     return sum(map(len, answer.task.pictures)) if isinstance(answer, m.AgentOpened) else 0
 
 
