@@ -42,7 +42,7 @@ def take(state: BrokerState, member: Member, request: int, said: m.EvalLoss) -> 
     """Writes it down; said again, it changes nothing."""
     if state.losses.by_step.get(said.step) != said.sets:
         state.losses.note(said.step, said.sets)
-        log.info("measured on held-out rows", step=said.step, **said.sets)
+        log.info("measured on held-out rows", step=said.step, sets=said.sets)
         state.recorder.losses({"step": said.step, "sets": said.sets, "time": time.time()})
         if said.step < state.settings.steps:  # whatever the phase: a broker that has just begun hears it, too
             best_version.consider_end(state)

@@ -145,6 +145,7 @@ def test_the_lower_loss_is_the_better_one() -> None:
     journal.commit()
     again = HeldOutLosses(journal)
     assert again.by_step == losses.by_step
+    again.note(5, {"a": float("nan"), "b": 0.0})
     assert again.course() == [(0, -3.0), (10, -1.5), (20, -2.0)] and again.course("a")[-1] == (20, -1.0)
     best = best_of(again.course())
     assert best and (best.step, best.since) == (10, 1)

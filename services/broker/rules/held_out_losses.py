@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from penstock.services.broker.rules.journal import Journal
@@ -24,9 +25,11 @@ class HeldOutLosses:
         self._journal.put(self.TABLE, step, {"sets": dict(sets)})
 
     def course(self, by: str | None = None) -> list[tuple[int, float]]:
-        """Step and score, which is the loss with its sign turned: of the set ``by``, or the mean over all."""
+        """Step and score, which is the loss with its sign turned: of the set ``by``, or the mean over all. What is no
+        number is none."""
         course = []
         for step, sets in sorted(self.by_step.items()):
-            if values := [loss for name, loss in sets.items() if by in (None, name)]:
-                course.append((step, -sum(values) / len(values)))
+            values = [loss for name, loss in sets.items() if by in (None, name)]
+            if values and math.isfinite(total := sum(values)):
+                course.append((step, -total / len(values)))
         return course
