@@ -14,8 +14,17 @@ from penstock.services.gateway.errors import AgentError
 
 LARGEST, LARGEST_SHOWN = 16 << 20, 48 << 20
 """Bytes; and where agents may show pictures, all of which most clients send again with each request."""
+SMALLEST, BYTES_A_TOKEN = 1 << 20, 64
+"""Whatever the context; and many times what a token takes in JSON, with thoughts that are not told again."""
 BODY_S = 60.0
 """For all of it to arrive."""
+
+
+def largest_body(max_length: int | None, pictures: bool) -> int:
+    """Bytes of a request, where a conversation has so many tokens (None: nobody knows): the gateway's one loop reads
+    it, and others wait meanwhile."""
+    text = LARGEST if max_length is None else min(LARGEST, max(SMALLEST, BYTES_A_TOKEN * max_length))
+    return text + (LARGEST_SHOWN - LARGEST) * pictures
 
 
 class Bodies:

@@ -62,7 +62,7 @@ class Desk:
         wants: Callable[[int], None] = lambda openers: None,
         gave_back: Callable[[Key], None] = lambda key: None,
     ) -> None:
-        self.config, self._text = config, text
+        self.config, self._text, self.max_length = config, text, max_length
         self._deliver, self._gone, self._reads = deliver, gone, reads
         self._records = Records(ask, self.forget)
         self._wants, self._gave_back = wants, gave_back

@@ -17,7 +17,7 @@ from penstock.protocols.experience import FLOAT32_MAX
 from penstock.services.gateway.access import WHO, Access
 from penstock.services.gateway.address import in_path, let_in, shown_in
 from penstock.services.gateway.anthropic_routes import anthropic_routes
-from penstock.services.gateway.bodies import LARGEST, LARGEST_SHOWN, Bodies
+from penstock.services.gateway.bodies import Bodies, largest_body
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.errors import REFUSALS, AgentError, what_is_wrong
 from penstock.services.gateway.openai_routes import openai_routes
@@ -106,7 +106,7 @@ def make_app(desk: Desk, model: str, access: Access) -> FastAPI:
     app.add_exception_handler(AgentError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(Exception, _failed)
-    app.add_middleware(Bodies, access=access, largest=LARGEST_SHOWN if desk.config.pictures else LARGEST)
+    app.add_middleware(Bodies, access=access, largest=largest_body(desk.max_length, desk.config.pictures))
     app.include_router(_session_routes(desk))
     for routes in (openai_routes(desk, model), anthropic_routes(desk, model)):
         app.include_router(routes, prefix="/s/{session}", dependencies=[Depends(in_path)])

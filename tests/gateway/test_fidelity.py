@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from penstock.services.gateway.bodies import largest_body
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.messages import MessagesRequest
 from penstock.services.gateway.responses import ResponsesRequest
@@ -113,3 +114,10 @@ def test_who_is_given_up_has_no_turns_under_way(house: House) -> None:
         assert held.questions.pending == 0
 
     house.run(agent)
+
+
+def test_a_request_is_no_larger_than_a_conversation_could_be() -> None:
+    """Whoever sends more has the gateway's loop read it in vain, while others wait."""
+    assert largest_body(2048, False) == 1 << 20 and largest_body(32_768, False) == 2 << 20
+    assert largest_body(1 << 20, False) == largest_body(None, False) == 16 << 20
+    assert largest_body(2048, True) == 33 << 20
