@@ -68,7 +68,7 @@ def test_whoever_interrupts_is_told_how_to_go_on(tmp_path: Path, monkeypatch: An
     def interrupt(_: dict[str, Any]) -> None:
         raise KeyboardInterrupt
 
-    trainer = of_a_run(tmp_path, monkeypatch, "import time; time.sleep(60)")
+    trainer = of_a_run(tmp_path, monkeypatch, "import time; time.sleep(15)")
     with pytest.raises(KeyboardInterrupt):
         trainer.train(on_step=interrupt)
     folder = tmp_path / "run"
