@@ -65,8 +65,7 @@ class AgentDesk:
         state = self._state
         rollouts = [r for r in state.members.of_kind("rollout") if state.serves_current(r)]
         gateways = Room(state.members.of_kind("gateway"))
-        round = state.evaluation.round
-        if round and any(r.version >= round.least for r in rollouts):  # else its turns would only wait
+        if self._scheduler.evaluation_served():  # else its turns would only wait
             self._scheduler.grant_evaluation(gateways, now, anybody=True)
         if state.progress.phase == "training" and not self._scheduler.evaluation_waits_for_room():
             self._grant_training(gateways, max((r.version for r in rollouts), default=-2), now)

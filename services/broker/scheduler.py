@@ -64,9 +64,12 @@ class Scheduler:
 
     def evaluation_waits_for_room(self) -> bool:
         """Evaluation prompts go first, but for those that wait until a version is served."""
-        state = self._state
-        round = state.evaluation.round if state.evaluation.leases.waiting() else None
-        return round is not None and any(r.version >= round.least for r in state.members.of_kind("rollout"))
+        return self._state.evaluation.leases.waiting() is not None and self.evaluation_served()
+
+    def evaluation_served(self) -> bool:
+        """There is a round, and a rollout that serves a version which may answer it."""
+        round = self._state.evaluation.round
+        return round is not None and any(r.version >= round.least for r in self._state.members.of_kind("rollout"))
 
     def grant_evaluation(self, room: Room, now: float, anybody: bool = False) -> None:
         """Evaluation prompts to who has ``room`` and serves the round's version, or to ``anybody``."""

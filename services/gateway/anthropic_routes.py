@@ -22,12 +22,11 @@ def anthropic_routes(desk: Desk, model: str) -> APIRouter:
     ) -> JSONResponse | StreamingResponse:
         """Messages."""
         held, form = await desk.find(session), await desk.forms.read(asked.form)
-        again = again._replace(streamed=bool(asked.stream))
         about = asked.said(), asked.functions(), asked.max_tokens, asked.stop_sequences or ()
         return await answered(
             request,
             asked.stream,
-            judged(form, several(1, desk.chats(held, *about), again)),
+            judged(form, several(1, desk.chats(held, *about), again, asked.stream)),
             lambda turns: messages.message(held.id, model, turns[0], form),
             lambda turns: messages.events(held.id, model, turns[0], form),
         )

@@ -49,8 +49,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         """Chat completions."""
         held, said, tools = await desk.find(session), asked.said(), asked.functions()
         form = await desk.forms.read(asked.form)
-        again = again._replace(streamed=bool(asked.stream))
-        answers = several(asked.count, desk.chats(held, said, tools, asked.most, asked.stops), again)
+        answers = several(asked.count, desk.chats(held, said, tools, asked.most, asked.stops), again, asked.stream)
         return await answered(
             request,
             asked.stream,
@@ -64,11 +63,11 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         session: Session, asked: completions.CompletionRequest, request: Request, again: Asked
     ) -> JSONResponse | StreamingResponse:
         """Completions of text, or of token ids."""
-        held, again = await desk.find(session), again._replace(streamed=bool(asked.stream))
+        held = await desk.find(session)
         return await answered(
             request,
             asked.stream,
-            several(asked.count, _completes(desk, held, asked), again),
+            several(asked.count, _completes(desk, held, asked), again, asked.stream),
             lambda turns: completions.completion(held.id, model, turns, replies, asked),
             lambda turns: completions.chunks(held.id, model, turns, replies, asked),
         )
@@ -78,13 +77,13 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         session: Session, asked: responses.ResponsesRequest, request: Request, again: Asked
     ) -> JSONResponse | StreamingResponse:
         """Responses."""
-        held, again = await desk.find(session), again._replace(streamed=bool(asked.stream))
+        held = await desk.find(session)
         said, form = asked.said(held.id, held.session), await desk.forms.read(asked.form)
-        answer = several(1, desk.chats(held, said, asked.functions(), asked.max_output_tokens), again)
+        ask = desk.chats(held, said, asked.functions(), asked.max_output_tokens)
         return await answered(
             request,
             asked.stream,
-            judged(form, answer),
+            judged(form, several(1, ask, again, asked.stream)),
             lambda turns: responses.response(held.id, model, turns[0], replies, asked, form),
             lambda turns: responses.events(held.id, model, turns[0], replies, asked, form),
         )
@@ -92,10 +91,10 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
     return routes
 
 
-async def several(count: int, ask: Ask, asked: Asking) -> list[Turn]:
-    """So many answers to one request."""
-    together = asyncio.Barrier(count)
-    each = [asked._replace(which=which, together=together) for which in range(count)]
+async def several(count: int, ask: Ask, asked: Asking, streamed: bool | None) -> list[Turn]:
+    """So many answers to one request, which are to be ``streamed`` or not."""
+    same = asked._replace(together=asyncio.Barrier(count), streamed=bool(streamed))
+    each = [same._replace(which=which) for which in range(count)]
     tasks = [asyncio.ensure_future(ask(one)) for one in each]
     try:
         return list(await asyncio.gather(*tasks))

@@ -190,8 +190,6 @@ class Trainer:
             **({"turn_wait_s": self._shift.waited_s} if self._shift else {}),
             **self._learner.memory.metrics(),
         }
-        if self._held_out and self._held_out.due(self._learner.version):
-            self._measure()
         self._settle()  # the ledger lets us take one step ahead of what is committed, and no more
         version = self._learner.version
 
@@ -201,6 +199,8 @@ class Trainer:
         # While steps are redone rollouts hold newer versions already: nothing is offered.
         quiet = version < batch.committed
         self._publication = self._publisher.publish(Publication(version, canary, commit, quiet))
+        if self._held_out and self._held_out.due(version):
+            self._measure()  # beside the version's way out
         log.info("step", step=batch.step, version=version, reward=round(metrics["reward"], 4))
         self._warn_of_mismatch(batch.step, metrics)
         if version % self._settings.trainer.checkpoint.every == 0:
@@ -271,11 +271,9 @@ class Trainer:
             said = self._desk.wait(self.actor.mailbox.ask_later(HeldOutRequest(begin=begin), ANSWER_DEADLINE_S))
             assert isinstance(said, HeldOutRows)
             rows, begin, more = [*rows, *said.rows], said.next, said.more
-        packed = pack_rows(rows)
+        self._world.order("rows")
+        packed = self._world.share(pack_rows(rows))
         self._held_out = self._settings.held_out_rows(packed, self._learner.model.config)
-        if self._world.size > 1:
-            self._world.order("rows")
-            self._world.share(packed)
 
     def _measure(self) -> None:
         """The loss on held-out rows, of a version of which it is not known yet."""
