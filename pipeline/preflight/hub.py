@@ -13,6 +13,7 @@ from penstock.pipeline.config import Config, PretrainedModel
 from penstock.pipeline.preflight.report import Report
 from penstock.services.data.config import HubData, MixData
 from penstock.services.data.hub import FORMATS
+from penstock.services.runtime.custom_scorer import BUILT_IN
 from penstock.services.runtime.user_folders import may_be_on_hub
 
 ANSWER_S = 2.0
@@ -27,7 +28,10 @@ def keys(config: Config) -> set[str]:
     if isinstance(config.model, PretrainedModel) and may_be_on_hub(config.model.path):
         found.add("model.path")
     others = {"reference.path": config.reference.path, "critic.path": config.critic.path}
-    found |= {key for key, path in others.items() if path and may_be_on_hub(path)}
+    for kind, scorer in config.scorers.items():
+        if scorer.scorer in BUILT_IN:  # what the options of a class of the user's say is the class's matter
+            others[f"scorers.{kind}.options.path"] = scorer.options.get("path")
+    found |= {key for key, path in others.items() if path and may_be_on_hub(str(path))}
     sources = {"prompts.train": config.prompts.train}
     for place, sets in (("eval", config.prompts.eval), ("eval_given", config.prompts.eval_given)):
         sources |= {f"prompts.{place}.{name}": source for name, source in sets.items()}

@@ -17,8 +17,8 @@ def test_a_short_run_survives(tmp_path: Path, seed: int) -> None:
     assert summary["steps"] == 24 and summary["groups_trained"] == 24 * 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [3, pytest.param(4, marks=pytest.mark.chaos)])
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", [3, 4])
 def test_a_run_that_shares_its_devices_survives(tmp_path: Path, seed: int) -> None:
     """Whoever is killed has them, wants them or sleeps."""
     summary = carry_out(
