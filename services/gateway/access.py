@@ -11,7 +11,8 @@ import hmac
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -72,6 +73,8 @@ class Visitor:
     name: str = ""
     key: NamedKey | None = None
     _asked: deque[float] = field(default_factory=deque)
+    _held: int = 0
+    """Bytes of his requests that are being read or answered."""
 
     def sees(self, owner: str) -> bool:
         """A session that ``owner`` has is his to speak of."""
@@ -83,17 +86,32 @@ class Visitor:
         if most is not None and held >= most:
             raise AgentError(429, "quota", f"the key {self.name!r} holds {most} sessions at most; end one first", 1.0)
 
-    def take_turn(self) -> None:
-        """One turn more. Raises `AgentError` where that is too many."""
+    def check_turns(self) -> None:
+        """Raises `AgentError` where one turn more in this minute is too many."""
         most, now = self.key.turns_per_minute if self.key else None, time.monotonic()
-        if most is None:
-            return
         while self._asked and self._asked[0] < now - MINUTE_S:
             self._asked.popleft()
-        if len(self._asked) >= most:
+        if most is not None and len(self._asked) >= most:
             left = self._asked[0] + MINUTE_S - now
             raise AgentError(429, "quota", f"the key {self.name!r} may ask for {most} turns a minute", max(left, 1.0))
-        self._asked.append(now)
+
+    def take_turn(self) -> None:
+        """One turn more. Raises `AgentError` where that is too many."""
+        self.check_turns()
+        if self.key and self.key.turns_per_minute:
+            self._asked.append(time.monotonic())
+
+    @contextmanager
+    def holds(self, size: int, most: int) -> Iterator[None]:
+        """A request of ``size`` bytes, while it is in memory. Raises `AgentError` where his have ``most`` already."""
+        if self.name and self._held and self._held + size > most:
+            told = f"the requests of the key {self.name!r} that wait have {most} bytes at most; ask again"
+            raise AgentError(429, "quota", told, 1.0)
+        self._held += size
+        try:
+            yield
+        finally:
+            self._held -= size
 
 
 OWNER = Visitor()

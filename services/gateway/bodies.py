@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
@@ -16,6 +17,10 @@ LARGEST, LARGEST_SHOWN = 16 << 20, 48 << 20
 """Bytes; and where agents may show pictures, all of which most clients send again with each request."""
 SMALLEST, BYTES_A_TOKEN = 1 << 20, 64
 """Whatever the context; and many times what a token takes in JSON, with thoughts that are not told again."""
+HELD = 256 << 20
+"""Bytes of all requests that are read or answered at once for those who come in by one named key."""
+TURNLESS = re.compile(r"/v1/sessions(/[^/]*/(reward|finish|abandon))?$|/count_tokens$")
+"""Paths of requests that are no turns."""
 BODY_S = 60.0
 """For all of it to arrive."""
 
@@ -40,11 +45,15 @@ class Bodies:
             await self._app(scope, receive, send)
             return
         try:
-            let_in(self._access, shown_in(Headers(scope=scope)))
-            body = await _body(scope, receive, self._largest)
+            who, _session = let_in(self._access, shown_in(Headers(scope=scope)))
+            if not TURNLESS.search(scope["path"]):
+                who.check_turns()  # before anybody takes the time to read what is refused
+            with who.holds(_size(scope, self._largest), HELD):
+                await self._with_body(await _body(receive), scope, receive, send)
         except AgentError as error:
-            await JSONResponse(error.body, error.status)(scope, receive, send)
-            return
+            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+
+    async def _with_body(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         told = False
 
         async def again() -> Message:
@@ -57,12 +66,16 @@ class Bodies:
         await self._app(scope, again, send)
 
 
-async def _body(scope: Scope, receive: Receive, largest: int) -> bytes:
+def _size(scope: Scope, largest: int) -> int:
     size = dict(scope["headers"]).get(b"content-length", b"")
     if not size.isdigit():
         raise AgentError(411, "length_needed", "a request says in Content-Length how many bytes it has")
     if int(size) > largest:
         raise AgentError(413, "too_large", f"a request has at most {largest} bytes")
+    return int(size)
+
+
+async def _body(receive: Receive) -> bytes:
     parts = []
     try:
         async with asyncio.timeout(BODY_S):

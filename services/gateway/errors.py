@@ -21,6 +21,11 @@ class AgentError(Exception):
         self.status, self.code, self.retry_s = status, code, retry_s
 
     @property
+    def headers(self) -> dict[str, str]:
+        """Of the answer that says so."""
+        return {"Retry-After": f"{self.retry_s:g}"} if self.retry_s else {}
+
+    @property
     def body(self) -> dict[str, Any]:
         """As both OpenAI's and Anthropic's clients read it."""
         # Half a surrogate pair, which JSON can say, has no UTF-8.

@@ -177,8 +177,7 @@ def _session_routes(desk: Desk) -> APIRouter:
 
 async def _refused(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, AgentError)
-    headers = {"Retry-After": f"{error.retry_s:g}"} if error.retry_s else {}
-    return JSONResponse(error.body, error.status, headers)
+    return JSONResponse(error.body, error.status, error.headers)
 
 
 async def _invalid(_request: Request, error: Exception) -> JSONResponse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from penstock.protocols.keys import load_client
 from penstock.protocols.mailbox import DeadlineError, Mailbox, incarnation_of
 from penstock.protocols.messages import LedgerRequest
 from penstock.protocols.router_server import RouterServer
-from penstock.services.gateway import access
+from penstock.services.gateway import access, bodies
 from penstock.services.gateway.access import Access
 from penstock.services.gateway.zmq_door import ZmqDoor
 from tests.gateway.house import House
@@ -85,6 +86,36 @@ def test_over_http_a_key_sees_its_own_sessions_and_takes_no_more_than_it_may(run
             keys("revoke", str(run), "alice")
             assert (await asked(alice, chat, {"messages": SAY})).status_code == 401
             assert (await asked({}, chat, {"messages": SAY})).status_code == 401
+
+    served(house, agent, owners(run, "right"))
+
+
+def test_what_a_key_may_not_ask_is_not_read_and_its_requests_are_held_up_to_a_limit(
+    run: Path, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "HELD", 100_000)
+    alice = http_key(keys("add", str(run), "alice", "--turns-per-minute", "1"))
+
+    async def agent(url: str) -> None:
+        async with httpx.AsyncClient(timeout=60, base_url=url, headers=alice) as http:
+
+            async def slow(size: int) -> int:
+                """A request of which a part stays away for a second."""
+
+                async def parts() -> AsyncIterator[bytes]:
+                    yield b"{"
+                    await asyncio.sleep(1.0)
+                    yield b" " * (size - 1)
+
+                headers = {"content-length": str(size), "content-type": "application/json"}
+                return (await http.post("/v1/sessions", content=parts(), headers=headers)).status_code
+
+            assert sorted(await asyncio.gather(slow(60_000), slow(60_000), slow(20_000))) == [422, 422, 429]
+            opened = (await http.post("/v1/sessions", json={})).json()
+            chat = f"/s/{opened['session']}/v1/chat/completions"
+            assert (await http.post(chat, json={"messages": SAY})).status_code == 200
+            refused = await http.post(chat, content=b"no JSON", headers={"content-type": "application/json"})
+            assert refused.status_code == 429 and float(refused.headers["retry-after"]) > 0
 
     served(house, agent, owners(run, "right"))
 
