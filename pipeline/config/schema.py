@@ -55,7 +55,8 @@ class RunConfig(Section):
     """The same weights bit by bit from the same ledger, on the same kind of machine; generation is slower, since each
     group is decoded alone. See docs/recovery.md."""
     max_restarts: int = Field(10, ge=0)
-    """How often one process (a rollout, the trainer, …) is started again after it died, before the run gives up."""
+    """How often within a day one process (a rollout, the trainer, …) is started again after it died, before the run
+    gives up."""
     trackers: tuple[TrackerName, ...] = ()
     """Where the metrics of steps and evaluations go besides the run's own files, e.g. ``[wandb]``: ``tensorboard``,
     ``wandb``, ``mlflow``, ``trackio``, ``swanlab``, or ``module:Class`` of your own. See docs/metrics.md."""

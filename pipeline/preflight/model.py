@@ -215,6 +215,12 @@ def _encode(config: Config, report: Report) -> None:
             f"model.chat_template_kwargs.{odd[0]}: the chat template of {config.model.path} does not look at "
             "it; mend its name, take it out, or, to evaluate another kind of model, give model.chat_template_kwargs={}"
         )
+    if not tokenizer.stop_ids and not config.rollout.sampling.stop:
+        raise SetupError(
+            f"model.path: nothing ends an answer of {config.model.path}: neither its tokenizer, its generation_config "
+            "nor a chat template names a token that does; give rollout.sampling.stop, e.g. a text that ends one, or "
+            "model.chat_template"
+        )
     if report.row is None:
         return
     sizes: list[int] = []

@@ -49,7 +49,8 @@ log = structlog.get_logger()
 BROKER_START_S, BROKER_LOOKS = 90.0, 4.0
 """For the broker to listen; and how many times as long as a look at everything took, since it opens the data too."""
 STATUS_EVERY_S = 0.5
-BROKER_SILENT_S = 60.0
+BROKER_WEDGED_S, BROKER_SILENT_S = 40.0, 60.0
+"""A broker that says nothing for so long is ended, and another one begins; or nothing helps. Actors give up later."""
 DRAIN_S, CHECKPOINT_S = 120.0, 3600.0
 """For the work in hand; for learners, which may have a large checkpoint to write."""
 STOP_S = 30.0
@@ -252,7 +253,7 @@ class _Launch:
     def _watch(self, view: View) -> tuple[str | None, str]:
         """Until the run is over; returns the error that ended it, if one did, and the outcome in a word."""
         assert self._mailbox
-        heard = time.monotonic()
+        silent_s, ended = 0.0, False
         while True:
             error = self._supervisor.poll() or self._programs.poll()
             self._note_restarts(view)
@@ -262,11 +263,19 @@ class _Launch:
             if self._interrupted:
                 view.note("interrupted: draining and saving a checkpoint; once more ends it at once …")
                 return None, "interrupted"
+            asked = time.monotonic()
             try:
                 state = client.state(self._mailbox)
-                heard = time.monotonic()
+                silent_s, ended = 0.0, False
             except DeadlineError as late:
-                if time.monotonic() - max(heard, self._mailbox.heard_at) > BROKER_SILENT_S:
+                # No longer than was waited: the time in which this process was stopped is nobody's.
+                silent_s += min(time.monotonic() - asked, client.DEADLINE_S)
+                if self._mailbox.heard_at > asked:
+                    silent_s, ended = 0.0, False
+                elif silent_s > BROKER_WEDGED_S and not ended:
+                    self._supervisor.end_wedged("broker", silent_s)
+                    silent_s, ended = 0.0, True
+                elif silent_s > BROKER_SILENT_S:
                     return self._supervisor.poll() or str(late), "failed"
                 continue
             view.update(state, self._restarts)

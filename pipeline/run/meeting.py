@@ -4,45 +4,52 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import IO
 
 import structlog
+from torch.distributed import DistError, TCPStore
 
 from penstock.services.runtime.errors import SetupError
+from penstock.services.weights.transports.broadcast_group import serve_store
 
 log = structlog.get_logger()
 
 RETRY_S = 1.0
 TELL_EVERY_S = 60.0
 CONNECT_S = 2.0
+ASK_S = 60.0
+"""For one answer of the store, as torch has it."""
 
 
 @contextmanager
-def meeting(folder: Path, kind: str, host: str, patience_s: float) -> Iterator[tuple[str, bool]]:
-    """Of the learner ``kind``: the endpoint, ``address:port``, and whether this process hosts it, at its own address
-    ``host``. Who hosts holds a lock until it is left, and the kernel gives that free when its process ends, however
-    that is: then whoever comes first is the next. Raises `SetupError` where the host's endpoint does not answer for
-    ``patience_s``."""
+def meeting(folder: Path, kind: str, host: str, patience_s: float) -> Iterator[tuple[TCPStore, bytes, bool]]:
+    """Of the learner ``kind``: a store that all share, a secret that only readers of the ``folder`` have, and whether
+    this process serves the store, at its own address ``host``. Who serves holds a lock until it is left, and the kernel
+    gives that free when its process ends, however that is: then whoever comes first is the next. Raises `SetupError`
+    where the host's endpoint does not answer for ``patience_s``."""
     path, begun, told = folder / f"{kind}.meeting", time.monotonic(), 0.0
     while True:
-        with path.open("a+") as file:
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "r+") as file:
             if _take(file, kind):
-                endpoint = f"{host}:{_free_port(host)}"
+                store, endpoint = serve_store(host)
+                secret = secrets.token_hex(32)
                 file.truncate(0)
-                file.write(endpoint)
+                file.write(f"{endpoint} {secret}")
                 file.flush()
                 os.fsync(file.fileno())  # for readers on other machines
-                yield endpoint, True
+                yield store, bytes.fromhex(secret), True
                 return
             file.seek(0)
-            endpoint = file.read().strip()
-        if endpoint and _answers(endpoint):
-            yield endpoint, False
+            endpoint, _, secret = file.read().strip().partition(" ")
+        if secret and (found := _store_at(endpoint)):
+            yield found, bytes.fromhex(secret), False
             return
         waited = time.monotonic() - begun
         if waited > patience_s:
@@ -69,16 +76,11 @@ def _take(file: IO[str], kind: str) -> bool:
     return True
 
 
-def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as found:
-        port: int = found.getsockname()[1]
-    return port
-
-
-def _answers(endpoint: str) -> bool:
+def _store_at(endpoint: str) -> TCPStore | None:
     host, _, port = endpoint.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), CONNECT_S):
-            return True
-    except OSError:
-        return False
+            pass
+        return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=ASK_S))
+    except (OSError, DistError):
+        return None

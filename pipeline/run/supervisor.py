@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,8 @@ LEAVE_S = 5.0
 """An actor that ended in good order is started again after this, if the run goes on."""
 WEDGED_S = 30.0
 """A younger process does not count as wedged."""
+LATELY_S = 24 * 3600.0
+"""What died earlier does not count any more."""
 SETTLED_S = 60.0
 """A process that lived this long starts its backoff anew."""
 
@@ -49,6 +52,8 @@ class Child:
     said_before: int = 0
     """Bytes of `stderr` that processes before this one wrote."""
     restarts: int = 0
+    died: deque[float] = field(default_factory=deque)
+    """When, lately."""
     failures: int = 0
     """Deaths in quick succession."""
     start_again_at: float | None = None
@@ -125,7 +130,7 @@ class Supervisor:
         for child in self.children:
             age_s = time.monotonic() - child.started_at
             if child.name == name and child.alive and child.process and age_s > max(WEDGED_S, silent_s):
-                log.warning("ending a wedged process", child=name, pid=child.process.pid)
+                log.warning("ending a wedged process", child=name, pid=child.process.pid, silent_s=round(silent_s))
                 child.process.kill()
 
     @property
@@ -208,12 +213,17 @@ class Supervisor:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         words = child.last_words()
         log.warning("died", child=child.name, how=how, last_words=words)
+        child.died.append(now)
+        while child.died[0] < now - LATELY_S:
+            child.died.popleft()
         child.failures = 1 if now - child.started_at > SETTLED_S else child.failures + 1
         if code == EXIT_SETUP:
             child.fatal = words or f"{child.name} {how}"
         elif not child.restartable:
             child.fatal = f"{child.name} {how}, and a run cannot go on without it yet; {words}"
-        elif child.restarts >= self.max_restarts:
-            child.fatal = f"{child.name} {how} after {child.restarts} restarts (run.max_restarts); {words}"
+        elif len(child.died) > self.max_restarts:
+            child.fatal = (
+                f"{child.name} {how} after {self.max_restarts} restarts within a day (run.max_restarts); {words}"
+            )
         else:
             child.start_again_at = now + BACKOFF_S[min(child.failures, len(BACKOFF_S)) - 1]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from penstock.pipeline.run.command import penstock
-from penstock.pipeline.run.meeting import meeting
 from penstock.services.runtime.address import interface_of
 from penstock.services.runtime.errors import EXIT_SETUP, SetupError
 from penstock.services.runtime.processes import die_with_parent
@@ -56,7 +55,7 @@ def launch(count: int, grace_s: int) -> int:
     """Runs this very command as ``count`` ranks on this machine; returns the exit code of the rank that failed first,
     or 0; that of one which must not be started again goes before. Where one dies, torchrun ends the others. SIGTERM is
     handed on to them, and they have ``grace_s`` to leave."""
-    return _run(_config(count, grace_s, "127.0.0.1:0"))
+    return _run(_config(count, grace_s))
 
 
 def launch_spread(kind: str, nodes: int, count: int, grace_s: int, folder: Path, host: str) -> int:
@@ -65,13 +64,16 @@ def launch_spread(kind: str, nodes: int, count: int, grace_s: int, folder: Path,
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
+    from penstock.pipeline.run.meeting import meeting
+
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(host))
     early = 0
     while True:
         begun = time.monotonic()
-        with meeting(folder, kind, host, MEET_S) as (endpoint, hosts):
-            log.info("meeting the other machines", nodes=nodes, endpoint=endpoint, hosts=hosts)
-            config = _config(count, grace_s, endpoint, nodes=nodes, host=host, hosts=hosts)
+        with meeting(folder, kind, host, MEET_S) as (store, secret, hosts):
+            log.info("meeting the other machines", nodes=nodes, at=f"{store.host}:{store.port}", hosts=hosts)
+            more = {"met": (store, secret), "join_timeout": MEET_S}
+            config = _config(count, grace_s, nodes=nodes, local_addr=host, rdzv_configs=more)
             try:
                 return _run(config)
             except (RendezvousError, DistError) as error:  # the one that hosts is gone: before all met, or after
@@ -86,26 +88,23 @@ def launch_spread(kind: str, nodes: int, count: int, grace_s: int, folder: Path,
         time.sleep(1)
 
 
-def _config(
-    count: int, grace_s: int, endpoint: str, nodes: int = 1, host: str | None = None, hosts: bool | None = None
-) -> LaunchConfig:
+def _config(count: int, grace_s: int, nodes: int = 1, **more: Any) -> LaunchConfig:
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-    more: dict[str, Any] = {} if hosts is None else {"is_host": hosts, "join_timeout": MEET_S}
+    from penstock.pipeline.run import rendezvous
+
     return LaunchConfig(
-        run_id="penstock",
+        run_id=rendezvous.NAME,
         min_nodes=nodes,
         max_nodes=nodes,
         nproc_per_node=count,
-        rdzv_backend="c10d",
-        rdzv_endpoint=endpoint,
-        rdzv_configs=more,
-        local_addr=host,
+        rdzv_backend=rendezvous.NAME,
         max_restarts=0,  # the supervisor starts all of it again
         monitor_interval=0.5,
         shutdown_timeout=grace_s,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else an empty folder of each start stays in /tmp
+        **more,
     )
 
 

@@ -67,9 +67,10 @@ def merge(
     merged: Any = PeftModel.from_pretrained(base, str(checkpoint)).merge_and_unload()
     told, merged.generation_config = merged.generation_config, GenerationConfig()
     merged.to(DTYPES[dtype]).save_pretrained(out)
-    write_generation_config(told, out)
     write_processor(read_processor(folder_of(about.base, "CHECKPOINT")), out)
-    AutoTokenizer.from_pretrained(str(checkpoint)).save_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(str(checkpoint))
+    write_generation_config(told, tokenizer, out)
+    tokenizer.save_pretrained(out)
     typer.echo(f"written: {out}")
 
 

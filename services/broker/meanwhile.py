@@ -16,9 +16,14 @@ Said = tuple[str, int, m.Message]
 """Who, by which request, and what."""
 
 
+AGAIN = (m.Finished, m.Scores)
+"""What is large, and said again until it is durable."""
+
+
 class Meanwhile:
-    """Called now and then, it answers heartbeats, and keeps all else for the next turn as long as that has room for it:
-    a store may be away, or have much to read, for longer than anybody waits for a silent broker."""
+    """Called now and then, it answers heartbeats, and keeps all else for the next turn; without more room, what
+    is large and will be said again is left out. A store may be away, or have much to read, for longer than anybody
+    waits for a silent broker."""
 
     def __init__(self, router: RouterServer) -> None:
         self._router = router
@@ -32,12 +37,11 @@ class Meanwhile:
         health.beat()
         if not self._said:
             self._from = self._router.received_bytes
-        if self._router.received_bytes - self._from >= TURN_BYTES:
-            return
+        full = self._router.received_bytes - self._from >= TURN_BYTES
         for identity, request, message in self._router.receive(0.0):
             if isinstance(message, m.Heartbeat) and self.knows(identity):
                 self._router.send_now(identity, m.HeartbeatAck())
-            else:
+            elif not (full and isinstance(message, AGAIN)):
                 self._said.append((identity, request, message))
 
     def until(self, work: Callable[[], T]) -> T:

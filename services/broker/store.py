@@ -29,6 +29,9 @@ log = structlog.get_logger()
 KEPT_BYTES, KEPT_COMMITS = 16 << 20, 2000
 """Commits are kept for a store that lost them, up to this much and this many."""
 
+ANSWER_S, CONNECT_S = 10.0, 5.0
+"""For one answer, and for a connection."""
+
 
 class StoreError(SetupError):
     """The store cannot be used; says which and what to do. Never shows a password."""
@@ -49,7 +52,7 @@ class Store:
         self._retry_s = config.retry_s
         self._where = _without_secrets(url)
         # No retries of redis-py's own: a store that comes back may have lost writes, so every break must be seen.
-        self._redis = redis.Redis.from_url(url, socket_timeout=10, socket_connect_timeout=5, retry=None)
+        self._redis = redis.Redis.from_url(url, socket_timeout=ANSWER_S, socket_connect_timeout=CONNECT_S, retry=None)
         self._queued: list[tuple[Any, ...]] = []
         self._kept: deque[tuple[int, list[tuple[Any, ...]], int]] = deque()
         self._kept_bytes = 0
@@ -180,9 +183,9 @@ class Store:
 
     def _persist(self, action: Callable[[], Any]) -> Any:
         started = time.monotonic()
-        deadline = started + self._retry_s
-        wait = 0.05
+        waited, wait = 0.0, 0.05
         while True:
+            tried = time.monotonic()
             try:
                 result = action()
                 self.waited_s += time.monotonic() - started if wait > 0.05 else 0.0
@@ -190,9 +193,11 @@ class Store:
             except redis.AuthenticationError:
                 raise StoreError(f"store.url: {self._where} refused the credentials") from None
             except (redis.ConnectionError, redis.TimeoutError) as error:
+                # No longer than it can have taken: the time in which this process was stopped is nobody's.
+                waited += wait + min(time.monotonic() - tried, ANSWER_S)
                 if isinstance(error, redis.BusyLoadingError):  # it is there, and reads what it has written
-                    deadline = time.monotonic() + wait + self._retry_s
-                if time.monotonic() + wait > deadline:
+                    waited = 0.0
+                if waited > self._retry_s:
                     raise StoreError(
                         f"store.url: no Redis answers at {self._where} ({type(error).__name__}); waited "
                         f"{self._retry_s:g} s. Start it, correct store.url, or leave store.url out to have a private "

@@ -164,7 +164,7 @@ class Saver:
         config.save_pretrained(folder)
         write_processor(getattr(model, "penstock_processor", {}), folder)
         if getattr(model, "generation_config", None) is not None:
-            write_generation_config(model.generation_config, folder)
+            write_generation_config(model.generation_config, self._tokenizer, folder)
 
 
 def versions(folder: Path) -> list[int]:

@@ -25,8 +25,8 @@ from penstock.services.modeling.pinned import to_device
 from penstock.services.modeling.sinks import FlashWithSinks
 from penstock.services.modeling.state_mixers import Whole
 
-FLASH_HEAD = 256
-"""Numbers of the largest head that flash attention's kernel takes."""
+FLASH_HEAD, FLASH_STEP = 256, 8
+"""Numbers of the largest head that flash attention's kernel takes, and what they are a multiple of."""
 WINDOW_BLOCK = 1024
 """Queries that look through a window together, at least: they share a mask."""
 SCORE_BYTES = 256 << 20
@@ -115,7 +115,7 @@ def attend(
 
 def is_known(q: torch.Tensor, way: Way) -> bool:
     """Flash attention's kernel can do it."""
-    return q.shape[-1] <= FLASH_HEAD and way.softcap is None
+    return q.shape[-1] <= FLASH_HEAD and q.shape[-1] % FLASH_STEP == 0 and way.softcap is None
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: Way, segments: Segments) -> torch.Tensor:
@@ -125,7 +125,8 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: Way, segments
     places = segments.cumulative_q, segments.cumulative_k, longest_q, longest_k
     window = (-1 if way.window is None else way.window - 1, 0)
     size = v.shape[-1]
-    v = pad(v, (0, q.shape[-1] - size))  # values of MLA are shorter than keys, which the kernel does not take
+    if size != q.shape[-1]:  # values of MLA are shorter than keys, which the kernel does not take
+        v = pad(v, (0, q.shape[-1] - size))
     if way.sinks is not None:
         found = FlashWithSinks.apply(q, k, v, way.sinks, *places, way.scaling, window)
     else:

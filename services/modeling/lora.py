@@ -215,6 +215,8 @@ class Merged:
 
     def __init__(self, layer: Any) -> None:
         self._base = layer.base_layer
+        # Asked for later, it might be what FSDP has gathered for the step that is being computed meanwhile.
+        self._matrix = None if isinstance(self._base, FourBitLinear) else self._base.weight
         self._a, self._b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
         self._scale = float(layer.scaling[NAME])
         lengths = getattr(layer, "lora_magnitude_vector", {})
@@ -238,8 +240,8 @@ class Merged:
         return merge(self._rows().float(), self._whole_a, _mine(self._b), lengths, self._scale).reshape(-1)
 
     def _rows(self) -> torch.Tensor:
-        if not isinstance(self._base, FourBitLinear):
-            return _mine(self._base.weight)
+        if self._matrix is not None:
+            return _mine(self._matrix)
         first, rows = self.first, _mine(self._b).shape[0]
         return self._base.matrix()[first : first + rows].to(self.device)  # the rest may lie on the host
 

@@ -66,6 +66,8 @@ class Rows:
     where all lie in one row, what each token of that attends to."""
     mask: torch.Tensor
     """bool ``[trajectories, longest - 1]``: position t is True where token t + 1 of the trajectory was sampled."""
+    places: torch.Tensor
+    """int64 ``[sampled tokens]``: where in ``trajectories * (longest - 1)`` they are."""
     source: torch.Tensor
     """int64 ``[sampled tokens]``: where in ``rows * length`` each sampled token is predicted, in `mask`'s order."""
     target: torch.Tensor
@@ -82,8 +84,8 @@ class Rows:
 
     def scatter(self, flat: torch.Tensor) -> torch.Tensor:
         """``flat`` float32 ``[sampled tokens]``, in `mask`'s order, as ``[trajectories, longest - 1]``; 0 elsewhere."""
-        padded = torch.zeros(self.mask.shape, dtype=torch.float32, device=flat.device)
-        return padded.masked_scatter(self.mask, flat)
+        padded = torch.zeros(self.mask.numel(), dtype=torch.float32, device=flat.device)
+        return padded.index_copy(0, self.places, flat).view(self.mask.shape)  # a mask's backward would ask the device
 
     def column(self, arrays: Sequence[np.ndarray]) -> torch.Tensor:
         """Per-token ``arrays`` (one ``[tokens]`` for each trajectory of the list) as ``[trajectories, longest - 1]``,
@@ -316,16 +318,15 @@ class _Draft:
         if isinstance(attention, torch.Tensor):
             attention = to_device(attention, device)
         source, target = np.concatenate(self._source), np.concatenate(self._target)
-        parts = (self._tokens, self._positions, self._mask[:, 1:].copy(), source, target)
-        tokens, positions, mask, begins, ends = (to_device(torch.from_numpy(each), device) for each in parts)
+        mask = self._mask[:, 1:].copy()
+        parts = (self._tokens, self._positions, mask, np.flatnonzero(mask), source, target)
+        tokens, positions, *said = (to_device(torch.from_numpy(each), device) for each in parts)
         return Rows(
             tuple(self._members),
             tokens,
             positions,
             attention,
-            mask,
-            begins,
-            ends,
+            *said,
             Candidates.of([self._trajectories[index] for index in self._members], device),
             self._routing,
             shown=self._shown(device),

@@ -324,7 +324,7 @@ def make_engine(
     it ``sleeps`` while others have its device, the rank of adapters that are to lie beside the model (0: none), the
     ``head_dtype`` of its logits (None: ``dtype``), which one of another make is told by its options, and whether
     prompts may show ``pictures``."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import AutoConfig
 
     engine = config.engine
     if isinstance(engine, NoEngineConfig):
@@ -333,11 +333,7 @@ def make_engine(
         return NoEngine()
     whole = AutoConfig.from_pretrained(model_path)
     model_config = whole.get_text_config()
-    try:
-        generation_config: Any = GenerationConfig.from_pretrained(model_path)
-    except OSError:
-        generation_config = model_config
-    stop_ids = text.stop_ids(generation_config) | text.special_ids(config.sampling.stop)
+    stop_ids = text.stop_ids | text.special_ids(config.sampling.stop)
     if isinstance(engine, TorchEngineConfig):
         from penstock.services.rollout.engines.torch.engine import TorchEngine
 

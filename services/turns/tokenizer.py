@@ -12,6 +12,14 @@ import numpy as np
 from penstock.protocols.experience import PICTURE, Prompt
 from penstock.services.data.picture_files import PictureError, open_pictures
 from penstock.services.data.pictures import in_parts
+from penstock.services.modeling.answer_end import (
+    MARK,
+    TemplateEnd,
+    listed_ends,
+    special_tokens,
+    stop_ids,
+    template_end,
+)
 from penstock.services.modeling.load import load_tokenizer
 from penstock.services.modeling.pictures import PictureReader
 
@@ -19,9 +27,8 @@ Message = Mapping[str, Any]
 """Of a chat: ``role`` and ``content``, and for some templates more."""
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Where templates look for what the assistant has thought before it spoke."""
-_ANSWER, _ARGUMENT = "penstock answers", "penstock calls"
-"""Stand for an answer, and for what a tool is called with, to see what a template puts behind one."""
-
+_ARGUMENT = "penstock calls"
+"""Stands for what a tool is called with, to see what a template puts behind it."""
 
 UNTOLD = "pictures are told by a chat template, and the tokenizer has none: give model.chat_template"
 MOST_CHARACTERS = 32
@@ -146,45 +153,31 @@ class Tokenizer:
         if not _says(told, written):
             tag = re.match(r"\s*(<[^<>\s]+>)\s*", written)  # one that the template has opened already
             opened = tag and begun.rstrip().endswith(tag[1])
-            told = written[tag.end() if tag and opened else 0 :] + self._told_end
+            told = written[tag.end() if tag and opened else 0 :] + self._end.whole
         if lost := next((name for name in THOUGHTS if answer.get(name) and not _says(told, answer[name])), None):
             raise TextError(f"the chat template leaves out the answer's {lost}; write it into its content")
+        if self._end.token is not None and told.endswith(self._end.whole):
+            told = told.removesuffix(self._end.whole) + self._end.text
         ids, before_ids = self._tokenize(begun + told.rstrip()), self._tokenize(begun)
         goes_on = ids[: len(before_ids)] == before_ids
         return self._ended(ids[len(before_ids) :] if goes_on else self._tokenize(told.rstrip()))
 
     def _ended(self, ids: list[int]) -> np.ndarray:
         """With the end of sequence, unless a token that ends one does already; others, though special, end nothing."""
-        if not ids or not self._ends(ids[-1]):
+        if not ids or ids[-1] not in self.stop_ids:
             if self._tokenizer.eos_token_id is None:
                 raise TextError("nothing ends an answer: neither the chat template nor an end of sequence")
             ids = [*ids, self._tokenizer.eos_token_id]
         return np.array(ids, np.int32)
 
-    def _ends(self, token: int) -> bool:
-        """It ends an answer: by the tokenizer, by the template, or by the model's own list."""
-        return token in (self._tokenizer.eos_token_id, self._template_end) or token in self._listed_ends
+    @cached_property
+    def _end(self) -> TemplateEnd:
+        return template_end(self._tokenizer, self._template)
 
     @cached_property
-    def _template_end(self) -> int | None:
-        """The special token that the chat template puts behind an answer; None: it puts none there."""
-        last = self._tokenize(self._told_end.rstrip())[-1:] if self.has_template else []
-        return last[0] if last and last[0] in self._special else None
-
-    @cached_property
-    def _told_end(self) -> str:
-        """What the template puts behind an answer that nothing follows."""
-        asked = {"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}
-        return self._render(asked, False).partition(_ANSWER)[2]
-
-    @cached_property
-    def _listed_ends(self) -> set[int]:
-        from transformers import GenerationConfig
-
-        try:
-            return self.stop_ids(GenerationConfig.from_pretrained(self._path))
-        except OSError:
-            return set()  # it has no such file
+    def stop_ids(self) -> set[int]:
+        """The ids that end an answer: of the tokenizer, of the chat template, and of the model's own list."""
+        return stop_ids(self._tokenizer, listed_ends(self._path), self._template)
 
     def _render(self, messages: Sequence[Message], asks: bool) -> str:
         """A chat as text, up to its end, or up to where the next answer begins."""
@@ -243,7 +236,7 @@ class Tokenizer:
 
     def _behind_answer(self, messages: Sequence[Message]) -> str:
         """What the template puts behind an answer: its end, ``messages``, and the beginning of the next one."""
-        _, found, text = self._told({"role": "assistant", "content": _ANSWER}, messages).partition(_ANSWER)
+        _, found, text = self._told({"role": "assistant", "content": MARK}, messages).partition(MARK)
         if not found:
             raise TextError("the chat template leaves out what the assistant said; it cannot be used in turns")
         return text
@@ -258,7 +251,7 @@ class Tokenizer:
             for call, mark in zip(calls, marks, strict=True)
         ]
         try:
-            told = self._told({"role": "assistant", "content": _ANSWER, "tool_calls": marked}, messages)
+            told = self._told({"role": "assistant", "content": MARK, "tool_calls": marked}, messages)
         except Exception:  # a template may raise anything; what it says of an answer without calls may do
             return ""
         last = next((mark for mark in reversed(marks) if mark in told), None)  # some tell of the first call alone
@@ -275,10 +268,8 @@ class Tokenizer:
 
     @cached_property
     def _special(self) -> dict[int, str]:
-        """Tokens that are no text, by their ids: the library's own list has not all of them."""
-        added = getattr(self._tokenizer, "added_tokens_decoder", {})
-        named = zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True)
-        return {id: token.content for id, token in added.items() if token.special} | dict(named)
+        """Tokens that are no text, by their ids."""
+        return special_tokens(self._tokenizer)
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """The text of each row, special tokens left out."""
@@ -333,12 +324,6 @@ class Tokenizer:
     def special_ids(self, texts: Sequence[str]) -> set[int]:
         """Of those ``texts`` that are special tokens, which no decoded text shows."""
         return {id for id, text in self._special.items() if text in texts}
-
-    def stop_ids(self, generation_config: Any) -> set[int]:
-        """The ids that end a response: the tokenizer's end of sequence and the model's own list."""
-        stops = getattr(generation_config, "eos_token_id", None)
-        listed = stops if isinstance(stops, list) else [stops]
-        return {int(i) for i in (*listed, self._tokenizer.eos_token_id) if i is not None}
 
 
 def too_long(size: int, max_length: int | None) -> str:

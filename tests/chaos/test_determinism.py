@@ -85,7 +85,7 @@ def synchronous(config: Config, folder: Path) -> list[str]:
     prompts = PromptStream(open_source(config.prompts.train), config.run.seed, True, None)
     sampling = config.rollout.sampling.training()
     options = config.rollout.engine.model_copy(update={"max_sequences": sampling.n})
-    engine = TorchEngine(options, model.config, "float32", text.stop_ids(model.generation_config), lambda ids: "")
+    engine = TorchEngine(options, model.config, "float32", text.stop_ids, lambda ids: "")
     found = []
     for step in range(config.trainer.steps):
         engine.swap(engine.prepare(dict(model.named_parameters())), step)

@@ -42,8 +42,36 @@ def test_why_it_died_is_said_in_its_own_words_alone(tmp_path: Path) -> None:
     child = watched.start("trainer", [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], stderr)
     assert child.process and child.process.wait(10) == -9
     assert child.last_words() == ""
-    assert (watched.poll() or watched.poll()) == "trainer was killed by SIGKILL after 0 restarts (run.max_restarts); "
+    assert (
+        watched.poll() or watched.poll()
+    ) == "trainer was killed by SIGKILL after 0 restarts within a day (run.max_restarts); "
     watched.stop(1)
+
+
+def test_deaths_of_yesterday_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "LATELY_S", 1.0)
+    watched = Supervisor(1)
+    child = watched.start("trainer", [sys.executable, "-c", "raise SystemExit(1)"], tmp_path / "stderr")
+
+    def dies() -> str | None:
+        assert child.process
+        child.process.wait(10)
+        return watched.poll()
+
+    def begins_again() -> None:
+        until = time.monotonic() + 10
+        while child.start_again_at is not None:
+            assert watched.poll() is None and time.monotonic() < until
+
+    try:
+        for _ in range(3):
+            assert dies() is None
+            time.sleep(1.1)
+            begins_again()
+        monkeypatch.setattr(supervisor, "LATELY_S", 60.0)
+        assert "ended with exit code 1 after 1 restarts within a day" in str(dies() or watched.poll())
+    finally:
+        watched.stop(1)
 
 
 WAITING = "waiting for the last checkpoint"

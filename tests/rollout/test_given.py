@@ -13,11 +13,12 @@ from hypothesis import given as for_all
 from hypothesis import settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from penstock.protocols.experience import Group, Prompt, Sampling, summarize
 from penstock.protocols.messages import Lease, Stop
 from penstock.protocols.packed_groups import pack_group, unpack_group
+from penstock.services.modeling.generation_config import write_generation_config
 from penstock.services.rollout import service
 from penstock.services.rollout.config import GivenConfig, RolloutConfig
 from penstock.services.rollout.engines.nothing import NoEngine
@@ -49,6 +50,10 @@ QWEN3 = """{% for m in messages %}{% set said = m.content.split('</think>')[-1].
 R1 = """{% for m in messages %}{% if m.role == 'assistant' %}[A]{{ m.content.split('</think>')[-1] }}<eos>
 {%- else %}[U]{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}[A]<think>
 {% endif %}"""
+PHI = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% else %}<eos>{% endif %}"""
 NO_END = """{% for m in messages %}{{ m.role }}: {{ m.content }}
 
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
@@ -95,6 +100,8 @@ def shown(text: Tokenizer, prompt: Prompt, turns: Any = "all") -> list[tuple[boo
         # What the template leaves out of an answer is learned all the same, behind the tag that it has opened itself.
         (R1, {}, "<think>\ntwo</think>4", "two</think>4<eos>"),
         (R1, {}, "two</think>4", "two</think>4<eos>"),
+        # What a template puts behind an answer's end is never sampled.
+        (PHI, {}, "4", "4<|im_end|>"),
         # Special tokens that end nothing.
         (None, {}, "4<|im_start|>", "4<|im_start|><eos>"),
         (NO_END, {}, "4<|im_end|>", "4<|im_end|><eos>"),
@@ -128,6 +135,21 @@ def test_of_a_conversation_every_turn_is_learned_behind_what_was_said_before_or_
     assert len(given_trajectory(text, prompt, "all", 0, None).turns) == 2
 
 
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [(PLAIN, {"<|im_end|>", "<eos>"}), (PHI, {"<|im_end|>", "<eos>"}), (NO_END, {"<eos>"}), (None, {"<eos>"}),
+     ("{{ raise_exception('no') }}", {"<eos>"})],
+)  # fmt: skip
+def test_what_is_learned_as_an_answers_end_ends_sampled_ones_and_those_of_whoever_loads_the_checkpoint(
+    make: Callable[..., Tokenizer], tmp_path: Path, template: str | None, ends: set[str]
+) -> None:
+    text = make(template)
+    assert set(text.plain.convert_ids_to_tokens(sorted(text.stop_ids))) == ends
+    write_generation_config(GenerationConfig(eos_token_id=text.plain.eos_token_id), text.plain, tmp_path)
+    listed = GenerationConfig.from_pretrained(tmp_path).eos_token_id
+    assert set(listed if isinstance(listed, list) else [listed]) == text.stop_ids
+
+
 @for_all(
     asked=st.text(min_size=1), answer=st.text(min_size=1), template=st.sampled_from([None, PLAIN, QWEN3, R1, NO_END])
 )
@@ -139,7 +161,7 @@ def test_whatever_is_asked_and_answered_its_prompt_is_that_of_sampled_answers(
     prompt = Prompt(index=0, messages=[{"role": "user", "content": asked}], answer=answer)
     made, tokens = given_trajectory(text, prompt, "all", 0, None), text.encode(prompt)
     assert np.array_equal(made.tokens[: len(tokens)], tokens) and not made.loss_mask[: len(tokens)].any()
-    assert made.loss_mask[len(tokens) :].all() and made.tokens[-1] in text.stop_ids(None) | text.special_ids(MARKS)
+    assert made.loss_mask[len(tokens) :].all() and made.tokens[-1] in text.stop_ids | text.special_ids(MARKS)
 
 
 KEPT: dict[Any, Any] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,29 @@ def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model(torch.arange(12)[None]).logits
         return found
+
+
+def test_a_version_is_read_while_the_next_step_has_gathered_the_weights(start: Path) -> None:
+    """In bf16 FSDP wraps also what lies on one device, and has another tensor in a layer while it computes."""
+    trained = learner(start, dtype="bfloat16")
+    trained.train(a_step(0))
+    merged = {name: weight for name, weight in trained.published.items() if isinstance(weight, Merged)}
+    whole = {name: weight.local().clone() for name, weight in merged.items()}
+    seen, swapped = [0], [0]
+    layer = trained.model.model.layers[1].self_attn.q_proj.base_layer
+    at_rest = layer.weight
+
+    def publish(*_: Any) -> None:
+        swapped[0] += layer.weight is not at_rest
+        layer.weight.data.zero_()  # as before it is filled, or once its memory is another's
+        with ThreadPoolExecutor(1) as other:
+            for name, weight in merged.items():
+                assert torch.equal(other.submit(weight.local).result(), whole[name]), name
+                seen[0] += 1
+
+    layer.register_forward_hook(publish)
+    trained.accumulate(a_step(1))
+    assert seen[0] and swapped[0], "the test has looked at nothing"
 
 
 @pytest.mark.parametrize("variant", ["lora", "rslora", "dora"])

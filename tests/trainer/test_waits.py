@@ -13,7 +13,10 @@ from penstock.services.trainer.learner import Learner
 from tests.trainer.rank_program import a_model
 from tests.trainer.steps import a_step
 
-ASKING = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.masked_select.default"}
+ASKING = {
+    "aten._local_scalar_dense.default", "aten.nonzero.default", "aten.masked_select.default",
+    "aten.masked_scatter_backward.default",
+}  # fmt: skip
 
 
 class Asked(TorchDispatchMode):

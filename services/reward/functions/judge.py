@@ -1,6 +1,7 @@
 """A remote judge: a model behind an OpenAI-compatible server that is asked for a grade."""
 
 import asyncio
+import hashlib
 import os
 import random
 import re
@@ -39,10 +40,9 @@ REMEMBERED = 65536
 KEPT_CONNECTIONS = 20
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 """Of the waits that the judge has not asked for."""
-Key = tuple[str, str, str]
-"""Address, model and question."""
-_grades: OrderedDict[Key, float] = OrderedDict()
-_under_way: dict[Key, asyncio.Task[None]] = {}
+_grades: OrderedDict[bytes, float] = OrderedDict()
+"""By the digest of address, model and question, which may be long."""
+_under_way: dict[bytes, asyncio.Task[None]] = {}
 """Questions that are being asked: who has the same waits for that answer."""
 
 
@@ -85,23 +85,26 @@ async def judge(
     """
     parts = {"prompt": prompt, "truth": "none" if truth is None else str(truth), "response": response}
     text = re.sub(r"\{(prompt|truth|response)\}", lambda found: parts[found[1]], question)
-    key = (url, model, text)
+    key = hashlib.sha256("\0".join((url, model, text)).encode(errors="surrogatepass")).digest()
     while key not in _grades:
         if asked := _under_way.get(key):
             await asyncio.wait([asked])
             if not asked.cancelled():  # else whoever asked was at its deadline: now it is for us to ask
                 asked.result()
             continue
-        asked = _under_way[key] = asyncio.ensure_future(_grade(key, pattern, scale, key_env, attempts, max_tokens))
+        asking = _grade(key, url, model, text, pattern, scale, key_env, attempts, max_tokens)
+        asked = _under_way[key] = asyncio.ensure_future(asking)
         asked.add_done_callback(lambda _: _under_way.pop(key))
         await asked
     _grades.move_to_end(key)
     return _grades[key] / scale
 
 
-async def _grade(key: Key, pattern: str, scale: float, key_env: str, attempts: int, max_tokens: int) -> None:
+async def _grade(
+    key: bytes, url: str, model: str, text: str, pattern: str, scale: float, key_env: str, attempts: int,
+    max_tokens: int,
+) -> None:  # fmt: skip
     """Asks, and remembers the grade."""
-    url, model, text = key
     body = {
         "model": model, "temperature": 0.0, "max_tokens": max_tokens, "messages": [{"role": "user", "content": text}]
     }  # fmt: skip

@@ -12,6 +12,9 @@ from penstock.protocols.versions import CudaIpcRoute
 from penstock.services.weights.queues import Queue
 from penstock.services.weights.transports import cuda_ipc
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+GROWS = "expandable_segments:True"
+
 
 class GpuCopies:
     """Buffers of ``nbytes`` that are shared once and used again: what CUDA has shared with another process it gives
@@ -36,11 +39,12 @@ class GpuCopies:
 @contextmanager
 def _for_others() -> Iterator[None]:
     """Memory that is made inside can be mapped: a segment that grows (`serve.environment`) cannot."""
-    grows = "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "") and torch.cuda.is_available()
-    if grows:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    told = next((os.environ[name] for name in ALLOCATOR if os.environ.get(name)), "")
+    grows = GROWS in told and torch.cuda.is_available()
+    if grows:  # all that is told at once: what is left out would be as if it had never been told
+        torch.cuda.memory._set_allocator_settings(told.replace(GROWS, GROWS.replace("True", "False")))
     try:
         yield
     finally:
         if grows:
-            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+            torch.cuda.memory._set_allocator_settings(told)
