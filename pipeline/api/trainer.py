@@ -164,8 +164,12 @@ class Trainer:
             return section
         if isinstance(given, str) or not (isinstance(given, Iterable) or hasattr(given, "__getitem__")):
             raise ConfigError(f"{key}: give rows, or a function that returns them, not {given!r:.60}")
+        if hasattr(given, "columns") and hasattr(given, "to_dict"):  # a table of pandas
+            given = given.to_dict("records")
         lines = []
         for number, row in enumerate(given):
+            if not isinstance(row, Mapping | Prompt):
+                raise ConfigError(f"{key}: row {number} is no map with a prompt, but {row!r:.60}")
             try:
                 lines.append(line(row))
             except KeyError:

@@ -207,7 +207,8 @@ def _rows(tokens: int, longest: int = 2048) -> Rows:
     ids = torch.zeros((1, tokens), dtype=torch.int64)
     every = torch.arange(tokens)
     mask = torch.ones((1, tokens), dtype=torch.bool)
-    return Rows((0,), ids, ids, Segments.of(starts, starts, None, CPU), mask, every, torch.zeros_like(every))
+    segments = Segments.of(starts, starts, None, CPU)
+    return Rows((0,), ids, ids, segments, mask, every, every, torch.zeros_like(every))
 
 
 def _balanced(chosen: torch.Tensor, experts: int, group: Any) -> tuple[torch.Tensor, list[int], list[int]]:

@@ -299,6 +299,12 @@ class Config(Section):
         rollout, reward, gateway = (data.get(key) or {} for key in ("rollout", "reward", "gateway"))
         if not all(isinstance(section, dict) for section in (rollout, reward, gateway)):
             return data
+        environment = rollout.get("environment") or {}
+        if isinstance(environment, dict) and environment.get("environment") == "tools" and not reward.get("functions"):
+            raise ValueError(
+                "reward.functions: the environment `tools` gives no reward, and nobody else is named to judge the "
+                "answer; give a function, e.g. reward.functions=[{function: exact_match}]"
+            )
         if rollout.get("environment") or gateway.get("count"):
             data = {**data, "reward": {"functions": [{"function": ENVIRONMENT}], **reward}}
         return given_by_preset(data)

@@ -38,6 +38,7 @@ def look(config: Config, report: Report) -> None:
             most = max(ROWS, config.prompts.eval_size) if every else ROWS
             if held_out := _look_at(config, source, f"prompts.eval.{name}", True, report, name, most):
                 report.evaluated[name] = {prompt.source or name for prompt in held_out}
+                report.held_out[name] = held_out[:ROWS]
         for name, source in config.prompts.eval_given.items():
             key = f"prompts.eval_given.{name}"
             given.look_at_rows(config, key, _look_at(config, source, key, True, report, None), report)
@@ -112,20 +113,23 @@ def _usable(prompts: Sequence[Prompt], begin: int = 0, rows: int = ROWS) -> tupl
     return usable, why
 
 
-def check_length(config: Config, sizes: list[int], report: Report, model_length: int) -> None:
-    """Whether prompts of so many tokens leave room for an answer, of one token where none is sampled."""
+def check_length(
+    config: Config, sizes: list[int], report: Report, model_length: int, key: str = "prompts.train"
+) -> None:
+    """Whether prompts of so many tokens, which ``key`` gives, leave room for an answer, of one token where none is
+    sampled. Those of an evaluation may ask for shorter ones, and are told of in any case."""
     engine, sampling = config.rollout.engine, config.rollout.sampling
     new = 1 if config.rollout.all_given else sampling.max_new_tokens
     answer = "an answer of a token" if config.rollout.all_given else f"rollout.sampling.max_new_tokens={new}"
     length = longest_sequence(engine, model_length) or model_length
     long = [size for size in sizes if size + new > length]
-    key = f"rollout.engine{'.options' if isinstance(engine, PluginEngineConfig) else ''}.max_length"
-    where = key if length < model_length else "the model's own length"
+    bound = f"rollout.engine{'.options' if isinstance(engine, PluginEngineConfig) else ''}.max_length"
+    where = bound if length < model_length else "the model's own length"
     words = (
         f"{len(long)} of the first {len(sizes)} prompts are too long: up to {max(sizes)} tokens, and with "
         f"{answer} {where}={length} has room for {length - new}"
     )
-    if len(long) == len(sizes):
-        report.problems.append(f"prompts.train: {words}")
+    if long and len(long) == len(sizes) and not key.startswith("prompts.eval"):
+        report.problems.append(f"{key}: {words}")
     elif long:
-        report.notes.append(f"prompts.train: {words}; they will be dropped")
+        report.notes.append(f"{key}: {words}; they will be dropped")

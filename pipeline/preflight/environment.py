@@ -7,12 +7,17 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from penstock.pipeline.config import Config
+import numpy as np
+
+from penstock.pipeline.config import Config, PretrainedModel
+from penstock.pipeline.preflight.data import check_length
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.preflight.rewards import ANSWER, TRIAL_S
 from penstock.protocols.experience import Prompt
+from penstock.services.environments.begun import begun_with
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.environments.pool import Answered, EnvironmentPool
+from penstock.services.environments.tool_calls import BEGIN
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install
 
@@ -37,12 +42,12 @@ def look(config: Config, report: Report) -> None:
             raise SetupError(str(error)) from error
         try:
             if report.row is not None:
-                _play(environment, pool, report.row, report)
+                _play(config, environment, pool, report.row, report)
         finally:
             pool.close()
 
 
-def _play(environment: EnvironmentConfig, pool: EnvironmentPool, row: Prompt, report: Report) -> None:
+def _play(config: Config, environment: EnvironmentConfig, pool: EnvironmentPool, row: Prompt, report: Report) -> None:
     """One turn, with an answer that need not make sense. Adds to ``report`` what came of it. Raises `SetupError`."""
     truth = row.truth if isinstance(row.truth, str) and row.truth else ANSWER
     calls: dict[str, Callable[[Answered], None]] = {
@@ -66,6 +71,8 @@ def _play(environment: EnvironmentConfig, pool: EnvironmentPool, row: Prompt, re
                 f"{KEY}: {environment.environment} has tools, which a chat template tells of, and row {row.index} is "
                 "plain text; take prompts of messages (prompts.train.chat=true with a source that has it)"
             )
+        if "prompt" in found and isinstance(config.model, PretrainedModel):
+            _encode(config, environment, begun_with(row, found), found.get("tools"), report)
         if found.get("tools"):
             names = ", ".join(str(tool.get("function", {}).get("name")) for tool in found["tools"])
             report.lines.append(f"{KEY}: {environment.environment}: the policy may call {names}")
@@ -75,3 +82,34 @@ def _play(environment: EnvironmentConfig, pool: EnvironmentPool, row: Prompt, re
                 f"{KEY}: {environment.environment}: {name}, on row {row.index}, gave a reward of {found['reward']:g} "
                 f"and {then}"
             )
+
+
+def _encode(
+    config: Config, environment: EnvironmentConfig, prompt: Prompt, tools: list[dict[str, Any]] | None, report: Report
+) -> None:
+    """What a task begins with, as tokens: there is room for an answer, and the policy hears of its ``tools``. Raises
+    `SetupError`."""
+    from penstock.services.modeling.lengths import positions_of
+    from penstock.services.modeling.load import load_config
+    from penstock.services.turns.tokenizer import TextError, Tokenizer
+
+    assert isinstance(config.model, PretrainedModel)
+    path = config.model.path
+    tokenizer = Tokenizer(path, config.template)
+    try:
+        tokens = tokenizer.encode(prompt, tools)
+        silent = bool(tools) and np.array_equal(tokens, tokenizer.encode(prompt))
+    except TextError as error:
+        raise SetupError(f"{KEY}: {environment.environment}: what row {prompt.index} begins with: {error}") from error
+    if silent:
+        raise SetupError(
+            f"{KEY}: {environment.environment} has tools, and the chat template of {path} does not tell of them; take "
+            "a model whose template does, or give model.chat_template"
+        )
+    form = environment.tools.tool_calls if environment.tools else ""
+    if form in BEGIN and BEGIN[form] not in tokenizer.plain.decode(tokens):
+        report.notes.append(
+            f"{KEY}.options.tool_calls={form}: the chat template of {path} does not say {BEGIN[form]}, so the policy "
+            "may call tools in another form; see docs/environments.md"
+        )
+    check_length(config, [len(tokens)], report, positions_of(load_config(path)) or 1 << 30, KEY)

@@ -253,6 +253,9 @@ def _encode(config: Config, report: Report) -> None:
         f"model.path: {config.model.path}; the first {len(sizes)} prompts are {min(sizes)} to {max(sizes)} tokens"
     )
     check_length(config, sizes, report, positions_of(model) or 1 << 30)
+    for name, held_out in report.held_out.items():
+        sizes = [len(tokenizer.encode(prompt)) for prompt in held_out if not prompt.pictures]
+        check_length(config, sizes, report, positions_of(model) or 1 << 30, f"prompts.eval.{name}")
     if given.TRAIN in report.given:
         report.given[given.TRAIN] = rows
     given.look_at_tokens(config, tokenizer, positions_of(model), report, PICTURED)

@@ -29,6 +29,8 @@ class Report:
     """One of each source whose rewards are asked for: of the training data, or else of an evaluation set."""
     given: dict[str, list[Prompt]] = field(default_factory=dict)
     """By the key of their data the first rows whose own answers are wanted."""
+    held_out: dict[str, list[Prompt]] = field(default_factory=dict)
+    """The first rows of each evaluation set."""
     trained: set[str] = field(default_factory=set)
     """The sources of the first rows of the training data."""
     evaluated: dict[str, set[str]] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -16,6 +17,7 @@ from penstock.services.data.picture_files import blank_picture
 from penstock.services.reward.config import ENVIRONMENT, FunctionConfig
 from penstock.services.reward.function import of_prompt
 from penstock.services.reward.groups import apart, together
+from penstock.services.reward.truth import as_text
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.registry import actors
 from penstock.services.user_processes.pool import WorkerPool
@@ -23,6 +25,8 @@ from penstock.services.user_processes.worker import Call
 
 TRIAL_S = 4.0
 """A call that takes longer is not waited for."""
+MOST_SOURCES = 16
+"""Rows of so many are tried."""
 ANSWER = "I think the answer is 42."
 
 
@@ -38,7 +42,7 @@ def look(config: Config, report: Report) -> None:
         return
     with ThreadPoolExecutor(len(functions)) as threads:
         tried = [
-            threads.submit(_try, function, index, config.columns, _shown_by_others(config, _row_for(function, report)))
+            threads.submit(_try, function, index, config.columns, list(_rows_for(function, config, report)))
             for index, function in functions
         ]
     for trial in tried:
@@ -48,15 +52,17 @@ def look(config: Config, report: Report) -> None:
             report.notes += [note] * bool(note)
 
 
-def _row_for(function: FunctionConfig, report: Report) -> Prompt | None:
-    """A row that it would be asked for."""
-    return next((report.rows[source] for source in function.sources or report.rows if source in report.rows), None)
+def _rows_for(function: FunctionConfig, config: Config, report: Report) -> Iterator[Prompt]:
+    """A row of each source that it would be asked for, of so many, as it would be told of it."""
+    asked = [source for source in function.sources or report.rows if source in report.rows]
+    for source in asked[:MOST_SOURCES]:
+        yield _shown_by_others(config, report.rows[source].model_copy(update={"source": source}))
 
 
-def _shown_by_others(config: Config, row: Prompt | None) -> Prompt | None:
+def _shown_by_others(config: Config, row: Prompt) -> Prompt:
     """``row`` with a blank picture, where an environment or agents show some, and it has none of its own."""
     others = any(each.pictures for each in (config.rollout.environment, config.gateway) if each)
-    if row is None or row.pictures or not others:
+    if row.pictures or not others:
         return row
     try:
         return row.model_copy(update={"pictures": (blank_picture(),)})
@@ -64,30 +70,41 @@ def _shown_by_others(config: Config, row: Prompt | None) -> Prompt | None:
         return row
 
 
-def _try(function: FunctionConfig, index: int, table: ColumnTable, row: Prompt | None) -> tuple[str, str]:
-    """Returns what it gave, and what one should know; either may be empty. Raises `SetupError` where the function
-    cannot be called, or fails on every answer."""
+def _try(function: FunctionConfig, index: int, table: ColumnTable, rows: list[Prompt]) -> tuple[str, str]:
+    """Returns what it gave for the first of ``rows``, and what one should know of any; either may be empty. Raises
+    `SetupError` where the function cannot be called, or fails on every answer to one of them."""
     key = f"reward.functions.{index}"
     pool = WorkerPool(function.program(key), workers=1, limit=8)  # importing it may take as long as in the run
+    line = note = ""
     try:
-        if row is None or not function.trial:
-            return "", ""
-        answers = [answer for answer in (row.truth if isinstance(row.truth, str) else None, ANSWER) if answer]
-        offered = [_offered(function, table, row, answer) for answer in answers]
-        calls = [pool.submit(Call(each)) for each in ([together(offered)] if function.whole_group else offered)]
-        done = wait(calls, TRIAL_S).done
-        if function.whole_group and done:
-            calls = apart(calls[0], len(answers))
-        answers = answers if len(calls) == len(answers) else answers[:1]
-        return _given(key, function, row, answers, calls), _judge(key, function, row, answers, calls)
+        for row in rows if function.trial else []:
+            answers, calls = _called(pool, function, table, row)
+            line = line or _given(key, function, row, answers, calls)
+            if note := _judge(key, function, row, answers, calls):
+                break
+        return line, note
     finally:
         pool.close()
+
+
+def _called(
+    pool: WorkerPool, function: FunctionConfig, table: ColumnTable, row: Prompt
+) -> tuple[list[str], list[Future[float]]]:
+    """The answers to ``row`` that it was tried on, and a call for each."""
+    known = isinstance(row.truth, str | int | float) and not isinstance(row.truth, bool)
+    answers = [answer for answer in (as_text(row.truth) if known else None, ANSWER) if answer]
+    offered = [_offered(function, table, row, answer) for answer in answers]
+    calls = [pool.submit(Call(each)) for each in ([together(offered)] if function.whole_group else offered)]
+    done = wait(calls, TRIAL_S).done
+    if function.whole_group and done:
+        calls = apart(calls[0], len(answers))
+    return (answers if len(calls) == len(answers) else answers[:1]), calls
 
 
 def _given(key: str, function: FunctionConfig, row: Prompt, answers: list[str], calls: list[Future[float]]) -> str:
     """What the function gave for each answer that it was tried on; empty where it gave nothing."""
     given = [
-        f"{call.result():g} for {'the truth' if answer == row.truth else repr(answer)}"
+        f"{call.result():g} for {'the truth' if answer != ANSWER else repr(answer)}"
         for answer, call in zip(answers, calls, strict=True)
         if call.done() and not call.exception()
     ]
@@ -102,7 +119,8 @@ def _judge(key: str, function: FunctionConfig, row: Prompt, answers: list[str], 
             late
         )
     answer, error = failed[0]
-    words = f"{key}: {function.function}, called on row {row.index} with the answer {answer[:60]!r}, {error}"
+    of_source = f" of {row.source!r}" * bool(row.source)
+    words = f"{key}: {function.function}, called on row {row.index}{of_source} with the answer {answer[:60]!r}, {error}"
     if len(failed) == len(calls):
         remedy = f"raise {key}.timeout_s" if "timed out" in str(error) else "it is to return a finite number"
         raise SetupError(f"{words}; {remedy}, or set {key}.trial=false, which does not try it")

@@ -32,6 +32,8 @@ from penstock.services.runtime.registry import ActorSpec
 from penstock.services.weights.transports import shared_memory
 
 RETRY_S = 1.0
+OTHER_S = 15.0
+"""More than somebody is missed after."""
 """Between two looks for a broker."""
 OVER = ("done", "stopping")
 """Phases of a run in which nobody joins it any more."""
@@ -155,6 +157,8 @@ class _Join:
         """Until the broker behind ``mailbox`` is gone, or the run ends."""
         config = load(self._folder / "config.yaml", self._overrides)
         spec = _spec(config, self._kind)
+        if spec.single and spec.nodes(config) == 1:
+            self._wait_for_the_other(mailbox, spec.kind, config.broker.dead_after_s)
         every = [(spec, self._names(spec, shares(spec, config, visible_gpus(), self._count)))]
         every += self._guests(config, every[0][1]) if spec.kind == "trainer" else []
         preloaded = any(each.preloaded(config) for each, _ in every)
@@ -172,6 +176,22 @@ class _Join:
             supervisor.stop(spec.grace_s, lambda: len(self._interrupted) > 1)
             if spec.kind == "trainer":
                 shared_memory.remove_leftovers(run_key(self._folder))
+
+    def _wait_for_the_other(self, mailbox: Mailbox, kind: str, dead_after_s: float) -> None:
+        """A run has one ``kind``: two would take each other's place again and again. One that has just died is missed
+        after a while. Raises `RunError` where it is at work."""
+        deadline = time.monotonic() + dead_after_s + OTHER_S
+        while not self._interrupted:
+            try:
+                members = client.state(mailbox, self._folder)["members"]
+            except (DeadlineError, client.AnotherRunError):
+                return  # as is seen while it is watched
+            other = next((member for member in members.values() if member["kind"] == kind), None)
+            if other is None:
+                return
+            if time.monotonic() > deadline:
+                raise RunError(f"ACTOR: the run has its {kind}, at work on {other['host']}; end that one first")
+            time.sleep(RETRY_S)
 
     def _start(
         self, supervisor: Supervisor, spec: ActorSpec, config: Config, name: str, gpus: str, address: str

@@ -106,8 +106,10 @@ def together(store: TCPStore, secret: bytes, parameters: RendezvousParameters) -
 
 
 def _make(parameters: RendezvousParameters) -> RendezvousHandler:
-    met = parameters.config.get("met")
-    return together(*met, parameters) if met else Alone()
+    if "met" not in parameters.config:
+        return Alone()
+    store, secret = parameters.config["met"]
+    return together(store, secret, parameters)
 
 
 rendezvous_handler_registry.register(NAME, _make)

@@ -110,7 +110,7 @@ class Scheduler:
             source = drawn.source or (state.held_out.name_of(lease.draw) if purpose == "eval" else "")
             if not state.settings.columns.judged(source, purpose == "eval"):
                 raise DataError(unjudged(source))
-            prompt = _sendable(drawn)
+            prompt = _sendable(drawn if drawn.source == source else drawn.model_copy(update={"source": source}))
         except (DataError, wire.WireError) as error:
             reason = f"its prompt cannot be used: {error}"
             state.drop_any(purpose, lease.number, reason, "prompt")

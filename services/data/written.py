@@ -4,27 +4,48 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from penstock.protocols.experience import Prompt
 from penstock.services.data.hub import make_prompt, not_blind
 from penstock.services.data.pictures import read_pictures
 from penstock.services.data.source import PromptSource
 
+READ = ("prompt", "truth", "answer", "images", "image")
+"""Columns of a row."""
+
 
 def line(row: Mapping[str, Any] | Prompt) -> str:
     """A prompt as it is, or a row with ``prompt`` (text of a user, or messages) and perhaps ``truth``, ``answer`` and
-    ``images`` (or ``image``), as JSON. Raises `KeyError` where it has no prompt, `TypeError` for what JSON has not, and
-    `DataError` for images that are none."""
+    ``images`` (or ``image``), as JSON. Raises `KeyError` where it has no prompt, `TypeError` for what JSON has not and
+    for columns that nobody reads beside a missing truth, and `DataError` for images that are none."""
     if isinstance(row, Prompt):
         return json.dumps({**row.model_dump(), "pictures": _as_text(row.pictures)}) + "\n"
     own = {"answer": row["answer"]} if row.get("answer") is not None else {}
     images = row.get("images", row.get("image"))
     if images is not None:
         own["images"] = _as_text(read_pictures(images, [], "images"))
-    return json.dumps({"prompt": row["prompt"], "truth": row.get("truth"), **own}) + "\n"
+    prompt, truth = row["prompt"], row.get("truth")
+    if "truth" not in row and (unread := [name for name in row if name not in READ]):
+        raise TypeError(
+            f"it has no truth, and {', '.join(map(str, unread))} would be read by nobody; call the column with the "
+            "right answer truth, or give truth: None"
+        )
+    if isinstance(truth, float) and math.isnan(truth):  # a gap in a table
+        truth = None
+    return json.dumps({"prompt": prompt, "truth": truth, **own}, default=_plain) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy, say. Raises `TypeError` for what JSON has not."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no JSON")
 
 
 def shows(line: str) -> bool:

@@ -14,6 +14,9 @@ def begun_with(task: Prompt, found: Mapping[str, Any]) -> Prompt:
     said = found["prompt"]
     if said is None:
         return task
+    if isinstance(said, str) and task.messages is not None:  # told as the task would have been
+        before = [message for message in task.messages if message["role"] == "system"]
+        said = [*before, {"role": "user", "content": said}]
     form = {"text": said} if isinstance(said, str) else {"messages": said}
     prompt = Prompt(index=task.index, truth=task.truth, **form)
     shown = tuple(found["pictures"]) or task.pictures

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 from penstock.protocols.turn import Turn
 from penstock.services.environments.mcp_server import McpServer, ToolUnavailable, in_background
 from penstock.services.environments.sessions import Sessions
+from penstock.services.environments.tool_calls import calls_in
 from penstock.services.environments.toolbox import Remote, toolbox
 from penstock.services.environments.tools_config import READY
-from penstock.services.turns.tool_calls import between_tags
 from penstock.services.user_processes.child import BLOCKED
 
 MOST_LEFT = 64
@@ -49,6 +49,8 @@ class Tools:
     def __init__(self, functions: Sequence[str] = (), **options: Any) -> None:
         self._box = toolbox(json.dumps({"functions": list(functions), **options}))
         self.tools = self._box.schemas
+        told = (schema["function"] for schema in self.tools)
+        self._schemas = {about["name"]: about.get("parameters", {}) for about in told}
         self._own: dict[int, McpServer] = {}
         """Servers of this trajectory alone, by their place in the config."""
         self._one_program = asyncio.Lock()
@@ -56,7 +58,7 @@ class Tools:
 
     async def step(self, answer: str) -> Turn:
         """See docs/environments.md."""
-        _, calls = between_tags(answer)
+        calls = calls_in(answer, self._box.config.tool_calls, self._schemas)
         if not calls:
             return Turn(done=True)
         most, longest = self._box.config.calls, self._box.config.longest

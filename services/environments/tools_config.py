@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from penstock.services.environments.tool_calls import Form
 from penstock.services.runtime.settings import Section
 from penstock.services.runtime.user_folders import find_file
 
@@ -156,6 +157,10 @@ class ToolsConfig(Section):
     """Servers whose tools the policy may call, e.g. ``[{command: "uvx mcp-server-fetch"}]``."""
     python: PythonConfig = PythonConfig()
     """Limits of the tool ``python``, e.g. ``{seconds: 10}``."""
+    tool_calls: Form = "hermes"
+    """How the policy calls them, as its chat template has taught it, e.g. ``json``. ``hermes``: JSON between
+    ``<tool_call>`` and ``</tool_call>``, as Qwen 2.5 and 3; ``xml``: ``<function=NAME>`` there, as Qwen3-Coder;
+    ``json``: the whole answer is one call or a list of some, as Llama 3 and Mistral."""
     calls: int = Field(16, ge=1)
     """Calls in a turn, e.g. ``4``; of what is above, the policy reads that."""
     longest: int = Field(8_000, ge=1)

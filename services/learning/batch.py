@@ -95,6 +95,23 @@ class TrainingBatch:
             found[row, : len(values)] = values
         return torch.from_numpy(found)
 
+    def column(self, name: str, rows: np.ndarray, by_token: bool = True) -> torch.Tensor:
+        """``[rows, longest]``, or, of a column without tokens or not ``by_token``, ``[rows]``; on the host."""
+        if by_token and name in self.token_values:
+            return self.padded(self.token_values[name], rows)
+        return torch.from_numpy(self.values[name][rows])
+
+    def left_alone(self, rows: np.ndarray) -> np.ndarray:
+        """bool ``[rows]``: of these those whose group had others, none of which is among them: there is nobody left to
+        compare them with. An agent's session counts once."""
+
+        def members(of: np.ndarray) -> dict[int, int]:
+            pairs = np.unique(np.stack([self.groups[of], self.sessions[of]]), axis=1)
+            return dict(zip(*np.unique(pairs[0], return_counts=True), strict=True))
+
+        every, here = members(np.arange(len(self.groups))), members(rows)
+        return np.array([here[group] == 1 < every[group] for group in self.groups[rows]], bool)
+
     def with_tokens(self, name: str, parts: list[np.ndarray]) -> TrainingBatch:
         """With one more column, an array ``[tokens]`` for each trajectory."""
         return replace(self, token_values={**self.token_values, name: parts})

@@ -320,13 +320,16 @@ class _Draft:
         source, target = np.concatenate(self._source), np.concatenate(self._target)
         mask = self._mask[:, 1:].copy()
         parts = (self._tokens, self._positions, mask, np.flatnonzero(mask), source, target)
-        tokens, positions, *said = (to_device(torch.from_numpy(each), device) for each in parts)
+        tokens, positions, said, places, begins, ends = (to_device(torch.from_numpy(each), device) for each in parts)
         return Rows(
             tuple(self._members),
             tokens,
             positions,
             attention,
-            *said,
+            said,
+            places,
+            begins,
+            ends,
             Candidates.of([self._trajectories[index] for index in self._members], device),
             self._routing,
             shown=self._shown(device),

@@ -16,6 +16,8 @@ _NAMES = (
 )  # fmt: skip
 REGISTRY = {name: f"penstock.services.reward.functions.{name}:{name}" for name in _NAMES}
 """Reward functions by name."""
+COMPARING = {"choice", "code_tests", "exact_match", "f1", "math_verify", "number", "reasoning_gym"}
+"""Those that compare an answer with the truth."""
 ENVIRONMENT = "environment"
 """The reward that `rollout.environment` gave: nothing is called for it."""
 TIMEOUT_S, TESTS_TIMEOUT_S = 10.0, 120.0
@@ -56,6 +58,10 @@ class FunctionConfig(Section):
     """It is called once for all answers to a prompt, e.g. ``true`` for one that compares them: ``response``,
     ``finish_reason`` and all else that is of one answer are lists then, and so is what it returns: a number for each,
     or None where it has none."""
+    last_turn: bool | None = None
+    """Of a task of several turns ``response`` is the last alone, e.g. ``true``, and not all of them with what the
+    environment said between them. null: so for the built-in functions that compare an answer with the truth, and for
+    others all."""
     trial: bool = True
     """Call it before the run starts, on the first row, with its truth and with a made-up sentence as answers: one that
     fails on both ends the start. false: not, e.g. for one that raises where an answer is not JSON."""
@@ -75,6 +81,11 @@ class FunctionConfig(Section):
         handler = GROUP_HANDLER if self.whole_group else HANDLER
         timeout_s = self.timeout_s or (TESTS_TIMEOUT_S if self.function == "code_tests" else TIMEOUT_S)
         return Program(handler, function, key, timeout_s, self.options, columns)
+
+    @property
+    def reads_last_turn(self) -> bool:
+        """See `last_turn`."""
+        return self.function in COMPARING if self.last_turn is None else self.last_turn
 
     @property
     def column(self) -> str:

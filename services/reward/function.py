@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from penstock.protocols.experience import FLOAT32_MAX, Prompt
@@ -47,15 +47,16 @@ class RewardFunction:
     def _asks(self, offered: list[str]) -> list[str]:
         """Of what is ``offered``, what the function takes. Raises `ValueError` where it wants something else."""
         parameters = inspect.signature(self.call).parameters.values()
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return [name for name in offered if name not in self.options]
         names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        required = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL}
+        rest = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+        required = {p.name for p in parameters if p.default is p.empty and p.kind not in rest}
         if strange := sorted(required - set(offered) - self.options.keys()):
             raise ValueError(
                 f"{self._where} asks for {', '.join(strange)}; it may ask for {', '.join(offered)}, and for what its "
                 "options give; with prompts.train.truth_key=null truth is the whole row, a map of its columns"
             )
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return [name for name in offered if name not in self.options]
         if strange := sorted(self.options.keys() - names):
             raise ValueError(f"{self._where} does not take {', '.join(strange)}, which its options give")
         return [name for name in offered if name in names and name not in self.options]
@@ -83,6 +84,8 @@ class GroupRewardFunction(RewardFunction):
     def answer(self, value: Any) -> dict[str, Any]:
         """A list with what `RewardFunction.answer` says of each; of None that there is no reward."""
         try:
+            if isinstance(value, Mapping | str | bytes | Set):  # whose parts are no rewards, or in no order
+                raise TypeError
             several = list(value)
         except TypeError:
             return {"error": f"returned {type(value).__name__}, not a list of numbers"}

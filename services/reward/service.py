@@ -59,7 +59,7 @@ class Reward:
                     self._pass_on(task, column, answer)
                     continue
                 pool, function = self._pools[column], self._functions[column]
-                asked = {k: _with_columns(function, task, k, mine) for k, mine in offered.items()}
+                asked = {k: _as_asked(function, task, k, mine) for k, mine in offered.items()}
                 answering = _Answering(self, task, column, list(asked), answer)
                 if not asked:
                     answering.finish()
@@ -170,10 +170,11 @@ def _offered(task: ScoringTask, sample: int) -> dict[str, Any]:
     }
 
 
-def _with_columns(config: FunctionConfig, task: ScoringTask, sample: int, offered: dict[str, Any]) -> dict[str, Any]:
-    """With the columns that the function's config names, as the trajectory's own part of each."""
-    if not config.columns:
-        return offered
+def _as_asked(config: FunctionConfig, task: ScoringTask, sample: int, offered: dict[str, Any]) -> dict[str, Any]:
+    """What is offered to all, as the function's config wants it: with the columns that it names, the trajectory's own
+    part of each, and maybe the last turn alone as the response."""
+    if config.reads_last_turn:
+        offered = offered | {"response": offered["turns"][-1]}
     return offered | {name.replace("/", "_"): _part(task, name, sample) for name in config.columns}
 
 

@@ -12,4 +12,6 @@ def as_text(truth: Any) -> str:
         raise TypeError(
             f"it compares text, and the truth is none: set truth_key to the column with the answer{columns}"
         )
+    if isinstance(truth, float) and truth.is_integer():  # of a table that has a fraction or a gap in that column
+        return str(int(truth))
     return str(truth)

@@ -260,6 +260,16 @@ class AlgorithmConfig(Section):
                 f"reject: {tokens[0]} leaves out tokens, and each token of loss=geo_mean has the whole trajectory's "
                 "loss; take a rule of trajectories, e.g. seq_mean_k3"
             )
+        if self.advantage.by_token and self.loss.type == "geo_mean":
+            raise ValueError(
+                f"loss=geo_mean: each token of it has the whole trajectory's loss, and advantage={kind} tells tokens "
+                "apart; take an advantage of whole answers, e.g. grpo, or another loss, e.g. ppo_clip"
+            )
+        if self.ratio == "interpolated" and not self.loss.has_ratio:
+            raise ValueError(
+                f"ratio=interpolated: loss={self.loss.type} has no ratio, which would make up for what the correction "
+                "then leaves out; take ratio=behaviour"
+            )
         if self.entropy_share < 1 and self.loss.type == "geo_mean":
             raise ValueError(
                 f"entropy_share={self.entropy_share:g}: it leaves out tokens, and each token of loss=geo_mean has the "

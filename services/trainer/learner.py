@@ -32,6 +32,7 @@ from penstock.services.learning.layer_norms import LayerNorms
 from penstock.services.learning.model_flops import ModelFlops
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
 from penstock.services.learning.token_rewards import shaped, token_rewards
+from penstock.services.modeling.lengths import positions_of
 from penstock.services.modeling.packing import Pass, Rows
 from penstock.services.modeling.parallel.fsdp import forward, forward_statistics, reshard, sum_gradients
 from penstock.services.modeling.parallel.world import World
@@ -136,10 +137,10 @@ class Learner(ModelLearner):
         given, sizes = step.given[chosen], np.array([t.sampled for t in trajectories], np.int64)
         sampled = np.where(given, 0, sizes)
         values, good = self._values(step, chosen, sampled)
-        totals = Totals(float(sampled.sum()), float((sampled > 0).sum()), good, float(sizes[given].sum()))
+        totals = Totals(*map(float, (sampled.sum(), (sampled > 0).sum(), good, sizes[given].sum(), given.sum())))
         if not totals.tokens and not totals.given:
             return 0.0, {}
-        if self._config.algorithm.picks_tokens and totals.tokens:
+        if self._config.algorithm.picks_tokens:
             token_values |= self._picked(step, chosen, advantages, before)
         lags = [self._lags(trajectory) for trajectory in trajectories]
         if LAGS in self.algorithm.columns:
@@ -284,7 +285,7 @@ class Learner(ModelLearner):
         columns: dict[str, torch.Tensor] = {}
         for name in self.algorithm.group_columns:
             by_token = name not in step.values or self._config.algorithm.advantage.by_token
-            columns[name] = _column(step, name, rewarded, by_token)
+            columns[name] = step.column(name, rewarded, by_token)
         if step.greedy is not None:
             columns[GREEDY] = shaped(torch.from_numpy(step.greedy[rewarded]), self._config.algorithm.reward_shape)
         elif self._config.algorithm.advantage.type == "remax":
@@ -300,10 +301,11 @@ class Learner(ModelLearner):
         if self._config.algorithm.weighs_policy:
             policy_columns, taught = self._policy_columns(step, rewarded, mask, columns[SAMPLED])
             columns, metrics = columns | policy_columns, metrics | taught
+        worth = self.algorithm.advantages(rewards.scores, mask, groups, columns, rewards.tokens, sessions).float()
+        if self._config.algorithm.advantage.compares:
+            worth[step.left_alone(rewarded)] = 0.0
         found = torch.zeros((len(step.trajectories), max(len(t.tokens) for t in step.trajectories)))
-        found[rewarded, : mask.shape[1]] = self.algorithm.advantages(
-            rewards.scores, mask, groups, columns, rewards.tokens, sessions
-        ).float()
+        found[rewarded, : mask.shape[1]] = worth
         return found, metrics
 
     def _policy_columns(
@@ -319,7 +321,7 @@ class Learner(ModelLearner):
 
         found = self.evaluate(step, compute)
         policy, squares = (step.padded([of[which] for of in found], chosen) for which in (0, 1))
-        wanted = {name: _column(step, name, chosen) for name in self.algorithm.columns if name not in GIVEN}
+        wanted = {name: step.column(name, chosen) for name in self.algorithm.columns if name not in GIVEN}
         read = {name: values if values.ndim > 1 else values[:, None] for name, values in wanted.items()}
         if LAGS in self.algorithm.columns:
             read[LAGS] = step.padded([self._lags(trajectory) for trajectory in step.trajectories], chosen)
@@ -340,7 +342,7 @@ class Learner(ModelLearner):
             with self._average.in_place() if self._average else nullcontext():
                 return evaluate(step)
 
-        policy, room = evaluate(step), int(self.model.config.get_text_config().max_position_embeddings)
+        policy, room = evaluate(step), positions_of(self.model.config)
         taught, metrics = self._teacher.taught(step, policy, room, as_teacher)
         return {POLICY: step.padded(policy, chosen), TAUGHT: step.padded(taught, chosen)}, metrics
 
@@ -391,10 +393,3 @@ class Learner(ModelLearner):
                 count += float(of_count)
         total, count = self.world.sum([total, count])
         return total / count if total else 1.0  # all 0: so they stay
-
-
-def _column(step: TrainingBatch, name: str, rows: np.ndarray, by_token: bool = True) -> torch.Tensor:
-    """``[rows, longest]``, or, of a column without tokens or not ``by_token``, ``[rows]``; on the host."""
-    if by_token and name in step.token_values:
-        return step.padded(step.token_values[name], rows)
-    return torch.from_numpy(step.values[name][rows])

@@ -34,7 +34,7 @@ class SelfTeacher:
     config: SelfDistillationAdvantage
     tokenizer: Tokenizer
 
-    def retell(self, step: TrainingBatch, longest: int) -> dict[int, Trajectory]:
+    def retell(self, step: TrainingBatch, longest: int | None) -> dict[int, Trajectory]:
         """By its place in the step, each trajectory that a good answer can be seen before, with that. One that would be
         longer than ``longest`` tokens, or than the config allows, is left out."""
         found = {}
@@ -47,12 +47,12 @@ class SelfTeacher:
                 continue
             answer = replace(answer, pictures=prompt.pictures)
             begun = int(np.argmax(answer.loss_mask))
-            if len(told) + len(answer.tokens) - begun <= min(longest, self.config.longest):
+            if len(told) + len(answer.tokens) - begun <= min(longest or self.config.longest, self.config.longest):
                 found[place] = _after(told, answer, begun)
         return found
 
     def taught(
-        self, step: TrainingBatch, policy: list[np.ndarray], longest: int,
+        self, step: TrainingBatch, policy: list[np.ndarray], longest: int | None,
         evaluate: Callable[[TrainingBatch], list[np.ndarray]],
     ) -> tuple[list[np.ndarray], dict[str, float]]:  # fmt: skip
         """float32 ``[tokens]`` of each trajectory: the log-probabilities that ``evaluate`` gives for it once a good

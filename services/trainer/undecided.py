@@ -16,6 +16,8 @@ def most_undecided(entropies: Sequence[np.ndarray], masks: Sequence[np.ndarray],
     [array([0., 0., 1.], dtype=float32)]
     """
     every = np.concatenate([values[mask == 1] for values, mask in zip(entropies, masks, strict=True)])
+    if not len(every):
+        return [np.zeros(len(mask), np.float32) for mask in masks]
     position = len(every) - 1 - int(share * (len(every) - 1))
     least = np.partition(every, position)[position]
     return [((values >= least) & (mask == 1)).astype(np.float32) for values, mask in zip(entropies, masks, strict=True)]

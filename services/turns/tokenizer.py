@@ -99,7 +99,9 @@ class Tokenizer:
 
     def encode_text(self, text: str) -> np.ndarray:
         """int32 ``[tokens]`` of a text that stands at the beginning, as the tokenizer begins one."""
-        return np.array(self._tokenizer(text)["input_ids"], np.int32)
+        ids = self._tokenizer(text)["input_ids"]
+        twice = len(ids) > 1 and ids[0] == ids[1] == self._tokenizer.bos_token_id  # it says itself how it begins
+        return np.array(ids[1:] if twice else ids, np.int32)
 
     @property
     def has_template(self) -> bool:

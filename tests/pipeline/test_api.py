@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
 import subprocess
 import sys
 from datetime import date
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import yaml
 
@@ -19,6 +22,7 @@ from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.config.load import as_overrides
 from penstock.services.data import DataError, open_source
 from penstock.services.data.config import CustomData
+from penstock.services.data.written import line
 from tests.e2e import rewards
 
 SCRIPT = '''
@@ -358,6 +362,15 @@ def test_rows_are_read_as_they_were_given(tmp_path: Path, monkeypatch: Any) -> N
         source[5]
 
 
+def test_a_table_of_pandas_is_rows_and_its_numbers_are_json() -> None:
+    table = pandas.DataFrame({"prompt": ["1+1=", "2+2=", "?"], "truth": [2.0, 4.0, math.nan], "more": [1, 2, 3]})
+    read = [json.loads(line(row)) for row in table.to_dict("records")]
+    assert [row["truth"] for row in read] == [2.0, 4.0, None]
+    assert json.loads(line({"prompt": "1+1=", "truth": np.int64(2)}))["truth"] == 2
+    trainer = penstock.Trainer({"model": {"type": "tiny"}}, prompts=table)
+    assert [json.loads(row)["prompt"] for row in trainer._rows["prompts.jsonl"]] == list(table["prompt"])
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -372,6 +385,11 @@ def test_rows_are_read_as_they_were_given(tmp_path: Path, monkeypatch: Any) -> N
         ),
         ({"config": {}, "prompts": [{"question": "1+1="}]}, "prompts: row 0 has no prompt; it has question"),
         ({"config": {}, "prompts": [{"prompt": "1", "truth": {1}}]}, "prompts: row 0: .*a truth is JSON"),
+        (
+            {"config": {}, "prompts": [{"prompt": "1+1=", "solution": "2"}]},
+            "row 0: it has no truth, and solution",
+        ),
+        ({"config": {}, "prompts": [("1+1=", "2")]}, "prompts: row 0 is no map with a prompt, but"),
         ({"config": 5}, "config: give a YAML file, or the same as a map, not 5"),
         ({"config": {"run": "x"}}, "run: a section is a map of keys, not 'x'"),
         ({"config": {"run": {"name": 5}}}, "run.name: give text, not 5"),

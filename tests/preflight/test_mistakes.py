@@ -62,6 +62,10 @@ def wants_more(response, embedding):
     return 1.0
 
 
+def of_completions(completions, **rest):
+    return [1.0]
+
+
 def hangs(response):
     time.sleep(100)
 
@@ -561,6 +565,16 @@ MISTAKES = [
     m("rows of an evaluation set that nobody judges", "prompts.eval.odd: no reward is made for rows of the source 'b'",
       overrides=[MIXED, "prompts.eval={odd: {type: custom, function: 'mine:of_two'}}",
                  "reward.functions=[{function: exact_match, sources: [sums, words, a]}]"]),
+    m("a source that a reward cannot judge", "reward.functions.0: mine:raises_on_5, called on row 1 of 'b'", "five",
+      overrides=["prompts.train={type: custom, function: 'mine:of_two'}", REWARD.format("mine:raises_on_5")]),
+    m("tools that nobody judges", "reward.functions: the environment `tools` gives no reward", "give a function",
+      config=CONFIG.replace("reward:", "#"), overrides=[TOOLS.format("functions: [python]")]),
+    m("a conversation that shows its answer", "ends with the assistant's words", "name its column as answer_key too",
+      files={"talk.jsonl": json.dumps({"messages": TALK, "answer": "2"})},
+      overrides=["prompts.train={type: hub, path: json, files: [talk.jsonl], prompt_key: messages, "
+                 "truth_key: answer}"]),
+    m("a rest that is not given", "reward.functions.0: mine:of_completions asks for completions", "it may ask for resp",
+      overrides=[REWARD.format("mine:of_completions")]),
     m("several mistakes", "prompts.train.prompt_key: no column 'x'", "has no 'best'", "mine:buggy_loss",
       overrides=["prompts.train.prompt_key=x", REWARD.format("mine:best"), LOSS.format("buggy_loss")]),
 ]  # fmt: skip

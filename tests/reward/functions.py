@@ -210,3 +210,7 @@ def as_many_as_seen(pictures: list[list[bytes]]) -> list[float]:
 def constant(response: str) -> float:
     """Whatever was said."""
     return 1.0
+
+
+def by_number(response: list[str]) -> dict[int, float]:
+    return dict.fromkeys(range(len(response)), 0.5)

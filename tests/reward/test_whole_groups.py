@@ -58,7 +58,11 @@ def test_it_may_see_what_each_was_shown_by_its_prompt_or_by_an_environment() -> 
 
 @pytest.mark.parametrize(
     ("function", "why"),
-    [("too_few", "returned 2 numbers for 3 answers"), ("one_number", "returned float, not a list of numbers")],
+    [
+        ("too_few", "returned 2 numbers for 3 answers"),
+        ("one_number", "returned float, not a list of numbers"),
+        ("by_number", "returned dict, not a list of numbers"),
+    ],
 )
 def test_what_is_no_list_of_as_many_costs_the_whole_group(function: str, why: str) -> None:
     values, errors = scored(function, ["a", "b", "c"])

@@ -17,6 +17,8 @@ from tests.conftest import make_group
 
 
 class Tokenizer:
+    eos_token_id, chat_template = None, None
+
     def save_pretrained(self, folder: Path) -> None:
         (folder / "tokenizer.json").write_text("{}")
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import ApertusConfig, ApertusForCausalLM
 
 from penstock.protocols.experience import Trajectory
 from penstock.services.modeling.dropout import without_dropout
@@ -31,7 +32,7 @@ from penstock.services.rollout.engines.torch.native import NativeModel
 from penstock.services.rollout.engines.torch.recomputed import RecomputedModel
 from penstock.services.runtime.errors import SetupError
 from tests import families
-from tests.conftest import make_group
+from tests.conftest import TINY, make_group
 
 CPU = torch.device("cpu")
 KINDS = {"own": NativeModel, "hosted": HostedModel, "hybrid": HybridModel, "recomputed": RecomputedModel}
@@ -139,3 +140,12 @@ def _gradients(
             seen += 1
     assert seen == len(found)
     return {name: parameter.grad for name, parameter in learned.named_parameters() if parameter.grad is not None}
+
+
+def test_a_state_without_dimensions_is_read(tmp_path: Path) -> None:
+    """Apertus has numbers of its activation among its buffers."""
+    torch.manual_seed(0)
+    plain = ApertusForCausalLM(ApertusConfig(**TINY))
+    plain.save_pretrained(tmp_path)
+    found = load_trainable(str(tmp_path), World(CPU), CPU, "float32").state_dict()
+    assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())

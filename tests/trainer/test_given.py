@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,40 @@ def test_costs_and_shaped_rewards_are_those_of_what_the_policy_said() -> None:
     before = dict(luffy.state)
     assert "reward_shaped" not in luffy._advantages(step.only(np.flatnonzero(step.given)))[1]
     assert luffy.state == before, "nobody has said anything"
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [{}, {"entropy_share": 0.5}, *({"loss": {"type": name}} for name in ("m2po", "kl_cov", "clip_cov"))],
+)
+def test_what_was_given_is_learned_though_nothing_sampled_is_left(chosen: dict[str, Any]) -> None:
+    step = cut_off(a_step(0, given=SIZE))
+    found, metrics = learner(truncated="mask", **chosen).accumulate(step)
+    assert found == pytest.approx(metrics["given_nll"]) and found > 0
+
+
+def cut_off(step: TrainingBatch) -> TrainingBatch:
+    """All that was sampled of it."""
+    return replace(step, trajectories=[t if t.given else replace(t, finish="length") for t in step.trajectories])
+
+
+def test_given_answers_weigh_no_more_where_nothing_sampled_is_left() -> None:
+    luffy = {"given": {"shape": "luffy", "compared": True}, "truncated": "mask", "advantage": {"type": "grpo"}}
+    norms = []
+    for step in (a_step(0, given=SIZE), cut_off(a_step(0, given=SIZE))):
+        one = learner(**luffy)
+        one.accumulate(step)
+        norms.append(float(torch.cat([each.flatten() for each in gradient(one)]).norm()))
+    assert norms[1] < 5 * norms[0]
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline", "gpg", "maxrl"])
+def test_who_is_left_alone_beside_given_answers_is_compared_with_nobody(advantage: str) -> None:
+    step = a_step(0, given=SIZE)
+    step.values["reward"][: SIZE - 2] = np.nan
+    assert list(step.given[:SIZE]) == [False] * (SIZE - 1) + [True]
+    found = learner(advantage={"type": advantage})._advantages(step)[0]
+    assert not found[:SIZE].any() and found[SIZE:].any()
 
 
 @pytest.mark.parametrize(

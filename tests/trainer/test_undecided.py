@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from penstock.services.modeling.packing import plan_rows
+from penstock.services.trainer.algorithm_config import AlgorithmConfig
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.undecided import most_undecided
@@ -104,5 +105,9 @@ def test_a_share_of_one_takes_no_pass_and_a_smaller_one_a_pass_an_update() -> No
 
 
 def test_a_loss_of_whole_trajectories_has_no_undecided_tokens() -> None:
+    with pytest.raises(ValidationError, match=r"loss=geo_mean: .*advantage=gae tells tokens apart"):
+        AlgorithmConfig.model_validate({"advantage": {"type": "gae"}, "loss": {"type": "geo_mean"}})
+    with pytest.raises(ValidationError, match=r"ratio=interpolated: loss=reinforce has no ratio"):
+        AlgorithmConfig.model_validate({"ratio": "interpolated", "loss": {"type": "reinforce"}})
     with pytest.raises(ValidationError, match=r"entropy_share=0.2.*geo_mean"):
         learner(loss={"type": "geo_mean"}, correction={"type": "none"}, entropy_share=0.2)

@@ -136,7 +136,7 @@ def _fill(model: Any, files: WeightFiles, given: str) -> None:
         _check_shape(files, name, parameter.shape, given)
         mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if mine.numel():
-            block = block_of(parameter) if isinstance(parameter, DTensor) else (slice(None),)
+            block = block_of(parameter) if isinstance(parameter, DTensor) else _whole(mine)
             mine.copy_(files.block(name, block))
     for prefix, module in model.named_modules():
         if isinstance(module, FourBitLinear):
@@ -147,9 +147,14 @@ def _fill(model: Any, files: WeightFiles, given: str) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             full = f"{prefix}.{name}".lstrip(".")
             if full in files:
-                buffer.copy_(files.block(full, (slice(None),)))
+                buffer.copy_(files.block(full, _whole(buffer)))
             elif _is_computed(module):
                 _compute(model, module)
+
+
+def _whole(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """All of it; of one without dimensions, too."""
+    return (slice(None),) * tensor.ndim
 
 
 def _check_shape(files: WeightFiles, name: str, shape: torch.Size, given: str) -> None:

@@ -40,6 +40,8 @@ class Totals:
     """Tokens of trajectories that are imitated."""
     given: float = 0.0
     """Tokens that were given; `tokens` and `sequences` count what was sampled alone."""
+    given_rows: float = 0.0
+    """Sequences that were."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ class Algorithm:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The part's share of the step's loss; all parts' shares add up to it. Metrics are means over the part, but for
         `SUMMED`."""
-        loss: torch.Tensor = part.log_prob.new_zeros(())
+        loss: torch.Tensor = (part.log_prob * 0).sum()  # with a backward, though nothing is learned from the part
         metrics: dict[str, torch.Tensor] = {}
         if totals.tokens and part.sampled:
             loss, metrics = self._sampled_loss(part, totals, mean_weight)
@@ -220,7 +222,9 @@ class Algorithm:
         assert part.given is not None
         probability = part.log_prob.exp()
         losses = -part.advantages * probability / (probability + how.gamma)
-        divided = config.aggregated, config.length_scale, max(totals.tokens, 1.0), max(totals.sequences, 1.0)
+        # As what was sampled, of which almost nothing may be left: then a few answers would weigh as a whole step's.
+        counts = max(totals.tokens, totals.given), max(totals.sequences, totals.given_rows)
+        divided = config.aggregated, config.length_scale, *counts
         return how.coefficient * agg_loss(losses, part.given, *divided)
 
     def _sampled_loss(
@@ -238,7 +242,7 @@ class Algorithm:
         losses, found = self._loss(part.columns, old, part.log_prob, part.advantages, part.mask, weights)
         metrics |= found
         if config.reject:
-            kept, found = rejection(self.start(part), part.behaviour, part.mask, config.reject, part.advantages)
+            kept, found = rejection(part.policy, part.behaviour, part.mask, config.reject, part.advantages)
             losses = losses * kept
             metrics |= found | {"rejected_rows": _over_rows(found["rejected_rows"], part, totals)}
         if self.entropy_share < 1:

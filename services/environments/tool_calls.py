@@ -1,0 +1,66 @@
+"""Calls of tools in what the policy says, in the forms that families of models learn."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from penstock.services.turns.tool_calls import between_tags
+
+Form = Literal["hermes", "json", "xml"]
+BEGIN = {"hermes": "<tool_call>", "xml": "<function="}
+"""What a chat template that tells of tools says of calls."""
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+def calls_in(answer: str, form: Form, schemas: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Each as JSON, ``{"name": …, "arguments": {…}}``, or as it was written where it cannot be read. What was only
+    thought, up to ``</think>``, calls nothing. ``schemas``: of the tools' arguments, by name; in XML all is text.
+
+    >>> calls_in('{"name": "add", "parameters": {"a": 1}}', "json", {})
+    ['{"name": "add", "arguments": {"a": 1}}']
+    >>> calls_in("<tool_call><function=add><parameter=a>1</parameter></function></tool_call>", "xml", {})
+    ['{"name": "add", "arguments": {"a": 1}}']
+    """
+    said = answer.rpartition("</think>")[2].partition("<think>")[0]
+    if form == "json":
+        return _in_json(said)
+    found = between_tags(said)[1]
+    return found if form == "hermes" else [_of_xml(text, schemas) for text in found]
+
+
+def _in_json(said: str) -> list[str]:
+    """The whole answer is one call, or a list of some, as Llama 3 and Mistral make them."""
+    text = said.strip().removeprefix("<|python_tag|>").removeprefix("[TOOL_CALLS]")
+    try:
+        read = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    every = read if isinstance(read, list) else [read]
+    if not every or not all(isinstance(each, dict) and "name" in each for each in every):
+        return []
+    return [json.dumps({"name": e["name"], "arguments": e.get("arguments", e.get("parameters"))}) for e in every]
+
+
+def _of_xml(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> str:
+    """As Qwen3-Coder's and Qwen 3.5's."""
+    if (found := _FUNCTION.search(text)) is None:
+        return text
+    name = found[1].strip()
+    kinds = schemas.get(name, {}).get("properties", {})
+    arguments = {
+        key.strip(): _read(value, kinds.get(key.strip(), {}).get("type")) for key, value in _PARAMETER.findall(found[2])
+    }
+    return json.dumps({"name": name, "arguments": arguments})
+
+
+def _read(text: str, kind: Any) -> Any:
+    if kind == "string":
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
