@@ -40,6 +40,8 @@ def explain(data: Any, problem: Any) -> str:
         message = f"{problem['input']!r} is no name: give letters, digits, ., _ and - alone, a letter or digit first"
     elif problem["type"] in ("model_type", "model_attributes_type"):
         message = f"{problem['input']!r} is no section; give {_as_section(data, path, problem['input'])}"
+    elif problem["type"] in ("tuple_type", "list_type"):
+        message = f"{problem['input']!r} is no list; give one, e.g. [{problem['input']}]"
     elif problem["type"] != "value_error":
         message += f", got {problem['input']!r}"
         if problem["type"] == "string_type" and isinstance(problem["input"], int | float):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.preflight.report import Report
-from penstock.protocols.columns import GREEDY, LAGS, PICKED, POLICY, SAMPLED, SQUARES, UNDECIDED, WEIGHTS
+from penstock.protocols.columns import GREEDY, LAGS, PICKED, POLICY, REFERENCE, SAMPLED, SQUARES, UNDECIDED, WEIGHTS
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.plugins import UserCodeError
 from penstock.services.trainer.algorithm_config import CustomFunction
@@ -25,6 +25,12 @@ def look(config: Config, report: Report) -> None:
     algorithm = config.trainer.algorithm
     if algorithm.preset and (said := contradicted(algorithm.preset, algorithm.model_dump())):
         report.problems.append(f"trainer.algorithm: {said}")
+    taught = getattr(algorithm.advantage, "teachers", {})
+    if algorithm.advantage.type == "distillation" and REFERENCE in taught and config.reference.path is None:
+        report.notes.append(
+            "trainer.algorithm.advantage: its teacher is the reference, which is the model that training starts from; "
+            "set reference.path to the teacher, or name scorers as advantage.teachers"
+        )
     own = [c for c in ("advantage", "loss", "correction") if isinstance(getattr(algorithm, c), CustomFunction)]
     if not own:
         return

@@ -42,6 +42,11 @@ def look(config: Config, report: Report) -> None:
         for name, source in config.prompts.eval_given.items():
             key = f"prompts.eval_given.{name}"
             given.look_at_rows(config, key, _look_at(config, source, key, True, report, None), report)
+    if config.prompts.eval_every and not config.prompts.eval and not config.prompts.eval_given:
+        report.notes.append(
+            f"prompts.eval_every={config.prompts.eval_every}: nothing is evaluated; give prompts.eval or "
+            "prompts.eval_given, or leave it out"
+        )
     model = config.model
     if isinstance(model, TinyModel) and rows:
         if model.warm_start.steps:

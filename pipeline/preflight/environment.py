@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.pipeline.config import Config, PretrainedModel
+from penstock.pipeline.config import Config, PretrainedModel, TinyModel
 from penstock.pipeline.preflight.data import check_length
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.preflight.rewards import ANSWER, TRIAL_S
@@ -70,6 +70,11 @@ def _play(config: Config, environment: EnvironmentConfig, pool: EnvironmentPool,
             raise SetupError(
                 f"{KEY}: {environment.environment} has tools, which a chat template tells of, and row {row.index} is "
                 "plain text; take prompts of messages (prompts.train.chat=true with a source that has it)"
+            )
+        if found.get("tools") and isinstance(config.model, TinyModel):
+            raise SetupError(
+                f"{KEY}: {environment.environment} has tools, which a chat template tells of, and a tiny model has "
+                "none; take a pretrained model, or an environment without tools"
             )
         if "prompt" in found and isinstance(config.model, PretrainedModel):
             _encode(config, environment, begun_with(row, found), found.get("tools"), report)

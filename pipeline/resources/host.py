@@ -11,7 +11,7 @@ from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.trainer_memory import GIB, frozen_bytes, state_bytes, version_bytes
 from penstock.services.learning.config import LearnerConfig
 from penstock.services.modeling.decoder_shape import Shape
-from penstock.services.rollout.config import TorchEngineConfig
+from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.weights.transports.shared_memory import SEGMENTS
 
@@ -20,6 +20,8 @@ NEW_SHM = "docker compose down && docker volume rm penstock_shm (of a stack with
 """Takes that volume alone away: ``down -v`` would take the runs, too."""
 PROCESS_GIB = 4.0
 """Of a process that computes: Python, torch, CUDA's context, an engine's own buffers."""
+PINNED = 2.0
+"""What is registered, beside what it holds, at most: blocks are powers of two."""
 SPARE = 1.25
 
 
@@ -63,7 +65,13 @@ class HostNeeds:
             return 0.0
         references = config.reference.count * self.reference * config.with_reference
         here = min(gpus, config.trainer.ranks) / config.trainer.ranks
-        return here * (config.rollout.count * self.version + references)
+        return here * (config.rollout.count * self.asleep(config) + references)
+
+    def asleep(self, config: Config) -> float:
+        """Of one rollout that sleeps: its weights, which vLLM puts into registered memory, whose blocks are powers of
+        two, and keeps for the next time."""
+        rounded = PINNED if isinstance(config.rollout.engine, VllmEngineConfig) else 1.0
+        return self.version * rounded * config.run.colocated
 
     @property
     def received(self) -> float:
@@ -74,10 +82,9 @@ class HostNeeds:
     def beside(self, kind: str, config: Config) -> float:
         """Of one rollout, reference or critic on a machine, beside `PROCESS_GIB` of each of its processes there; 0 of
         other actors."""
-        asleep = self.version * config.run.colocated
         state = 8 if config.critic.optimizer.type == "muon" else 12  # bytes a parameter, and 4 of its gradient
         held = {
-            "rollout": self.received + self.routing + asleep,
+            "rollout": self.received + self.routing + self.asleep(config),
             "reference": self.reference * (1 + config.run.colocated),
             "critic": (self.critic * (1 + (state + 4) / state * config.critic.offload) + self.critic_activations)
             / config.critic.nodes,

@@ -36,11 +36,14 @@ def resumed(folder: Path, file: Path | None, overrides: list[str] | None) -> tup
     check_run(folder, "--resume")
     began = load(recorded)
     origin = (read(folder) or Origin(str(recorded.resolve()))).with_overrides(overrides)
+    kept: list[str] = []
     if file is None:
         config = load(recorded, overrides)
     else:
         origin = Origin(str(file.resolve()), origin.overrides)
         config = load(file, list(origin.overrides))
+        said = changes(load(file, overrides), config)
+        kept = [f"{change} (given at an earlier start, which holds; {file.name} says otherwise)" for change in said]
     if config.store.url and HIDDEN in config.store.url:
         raise ConfigError(
             f"store.url: {config.store.url}: its password is not kept in the run's folder; give it again, e.g. "
@@ -48,7 +51,7 @@ def resumed(folder: Path, file: Path | None, overrides: list[str] | None) -> tup
         )
     check_fixed(began, config)
     check_left(folder, config)
-    return config, origin, changes(began, config)
+    return config, origin, [*changes(began, config), *kept]
 
 
 def committed(folder: Path) -> int:

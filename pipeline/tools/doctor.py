@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.run.redis_server import find_server
@@ -38,7 +38,7 @@ OPTIONAL = (
 
 def examine(console: Console) -> bool:
     """Prints a table; returns whether the quickstart can run here."""
-    table = Table("", "what", "found", "what to do", box=None)
+    table = Table("", "what", Column("found", overflow="fold"), Column("what to do", overflow="fold"), box=None)
     fit = True
 
     def row(ok: bool, needed: bool, what: str, found: str, hint: str = "") -> None:

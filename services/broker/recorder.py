@@ -118,4 +118,7 @@ class Recorder:
 
     @staticmethod
     def _write(file: Any, row: dict[str, Any]) -> None:
-        file.write(json.dumps(row, default=float) + "\n")
+        try:
+            file.write(json.dumps(row, default=float) + "\n")
+        except OSError as error:  # a full disk, say: what a message has said is in the store all the same
+            log.warning("a line for people is lost", file=file.name, error=str(error))

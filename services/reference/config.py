@@ -14,7 +14,7 @@ class ReferenceConfig(Section):
     """How many reference processes; none where `trainer.algorithm.kl.coefficient` is 0."""
     path: str | None = None
     """The frozen model: a folder or a hub name, e.g. ``Qwen/Qwen2.5-0.5B-Instruct``; null: the model that training
-    starts from."""
+    starts from, without the adapter of `trainer.lora.start`: merge one that is to count (`penstock merge`)."""
     refresh_every: int = Field(0, ge=0)
     """Take the policy's own version in the model's place after every so many steps, e.g. ``200`` (Liu et al. 2025,
     ProRL, arXiv:2505.24864): a multiple of `trainer.checkpoint.every`, since it is read from there. Groups that were

@@ -9,6 +9,7 @@ class Surprise:                                   # scorers: {surprise: {scorer:
 
 from __future__ import annotations
 
+import faulthandler
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -60,6 +61,9 @@ class ScorerConfig(Section):
     """GPUs of its own for each process, e.g. ``1``."""
     groups_in_hand: int = Field(64, ge=1)
     """Groups that one process asks for at once."""
+    timeout_s: float = Field(900.0, gt=0)
+    """Seconds. A group that takes longer ends its process, which says where it was, and another one begins, e.g. ``60``
+    for a class that asks a server."""
     options: dict[str, Any] = {}
     """Arguments of the class, e.g. ``{scale: 2.0}``."""
 
@@ -144,7 +148,11 @@ class CustomScorer:
         getattr(self._scorer, "close", lambda: None)()
 
     def _score(self, task: ScoringTask) -> dict[str, np.ndarray]:
-        found = self._scorer.score_group(task.group, task.columns)
+        faulthandler.dump_traceback_later(self._config.timeout_s, exit=True)
+        try:
+            found = self._scorer.score_group(task.group, task.columns)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         if not isinstance(found, dict) or not found.keys() >= set(task.wanted):
             raise ColumnError(f"score_group returned {type(found).__name__} without {', '.join(task.wanted)}")
         trajectories = task.group.trajectories

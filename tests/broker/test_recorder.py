@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from penstock.services.broker.recorder import Recorder
@@ -19,3 +20,10 @@ def test_pictures_that_cannot_be_kept_cost_no_row_and_no_broker(tmp_path: Path) 
     finally:
         recorder.close()
     assert json.loads((tmp_path / "samples.jsonl").read_text())["pictures"] == [name_of(b"a picture")]
+
+
+def test_a_full_disk_costs_a_line_for_people_and_no_message() -> None:
+    with Path("/dev/full").open("w", buffering=1) as full:
+        Recorder._write(full, {"step": 1})
+        with suppress(OSError):
+            full.close()  # what it still holds is lost with it

@@ -8,7 +8,8 @@ const CHARTS = [
   {title: "Loss on held-out rows, nats a token", lines: [], losses: true},
   {title: "Gradient norm", lines: ["grad_norm"]},
   {title: "Entropy, nats", lines: ["entropy"]},
-  {title: "KL from the reference, nats", lines: ["reference_kl", "approx_kl"]},
+  {title: "KL from the reference, nats", lines: ["reference_kl"]},
+  {title: "KL from the policy that the ratio compares with, nats", lines: ["approx_kl"]},
   {title: "Clipped share of tokens", lines: ["clip_fraction", "clip_fraction_dual"]},
   {title: "Response, tokens", lines: ["response_tokens"]},
   {title: "Turns", lines: ["turns"]},
@@ -20,6 +21,7 @@ const NAMES = {reward: "sampled", lag_mean: "mean", lag_max: "most", max_lag: "b
   mismatch_bound: "warned of above", train_step_s: "training", wait_s: "waiting for groups",
   turn_wait_s: "waiting until rollouts sleep",
   publish_wait_s: "waiting for the version before"};
+const FACTS = {reward_first: "reward, first step", reward_last: "reward, last 10 steps"};
 const FEW = 3;  // so many points are a line; fewer are shown as points
 const DASHED = new Set(["max_lag", "mismatch_bound"]);
 
@@ -66,7 +68,7 @@ class Curves {
     const byLag = [["kl", "KL from the engine (k3) by lag, nats"], ["ess", "Effective sample size by lag"],
       ["clipped", "Clipped share of tokens by lag"]].map(([what, title]) => ({title, compared: true,
       lines: every.filter((name) => name.startsWith("lag/") && name.endsWith("/" + what)).sort()}));
-    const more = named.lines.length > this.runs.length ? [named] : [];
+    const more = named.lines.length > 1 ? [named] : [];
     const layers = (what, title) => ({title, compared: true, lines: every.filter((name) =>
       name.startsWith("layer/") && name.endsWith("/" + what)).sort((a, b) => a.localeCompare(b, "en", {numeric: true}))});
     const insides = [layers("grad_norm", "Gradient norm by layer"), layers("update", "Update over weights, by layer"),
@@ -82,7 +84,7 @@ class Curves {
     const shown = ["outcome", "steps", "reward_first", "reward_last", "eval_before", "eval_after", "lag_max_seen",
       "groups_trained", "groups_lost", "groups_trained_twice", "steps_skipped", "rewards_failed", "restarts", "train_s"];
     for (const name of shown) {
-      if (name in summary) facts.append(make("div", {}, make("dt", {}, name.replaceAll("_", " ")),
+      if (name in summary) facts.append(make("div", {}, make("dt", {}, FACTS[name] ?? name.replaceAll("_", " ")),
         make("dd", {}, number(summary[name]))));
     }
     return [make("h2", {}, run.name), facts];
@@ -122,7 +124,8 @@ class Curves {
           label: (several ? run.name + ": " : "") + name, shade: several ? this.runs.indexOf(run) : place, points: true});
       });
     }
-    return {title, every, unit: "step"};
+    const one = several && !compared && lines.length > 1;  // of several quantities, which
+    return {title: one ? `${title}: ${NAMES[lines[0]] ?? lines[0]}` : title, every, unit: "step"};
   }
 
   pauses() {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,8 @@ log = structlog.get_logger()
 
 AHEAD = -1
 """Priority of a score: it waits for no seat and for no queue."""
+MOVES = 5
+"""So many times as long as for anything else the weights may take to leave a device, or to come back."""
 SHUTDOWN_S = 1.0
 """Its engine core is given this long to end; there is nothing that it would lose."""
 
@@ -104,6 +106,8 @@ class VllmEngine(AsyncEngine):
         self._seated = config.max_sequences * self._replicas
         super().__init__("vLLM", model_config.vocab_size, length, self._seated)
         self._config, self._stop_ids = config, sorted(stop_ids)
+        self._deadline_s = config.deadline_s
+        """For an answer of the engine core now."""
         self._raw = sampling.temperature in (0.0, 1.0) and not sampling.candidates
         self._routed = sampling.routing_replay
         if beside and experts_of(model_config):
@@ -187,12 +191,19 @@ class VllmEngine(AsyncEngine):
 
     def sleep(self) -> None:
         """See `base.SleepingEngine.sleep`. A CPU has nothing to give back: there vLLM only stops."""
-        core = self.llm.engine_core
-        self.call(core.sleep_async(1, "keep"), self._config.deadline_s, "go to sleep")
+        self._move(self.llm.engine_core.sleep_async(1, "keep"), "go to sleep")
 
     def wake(self) -> None:
         """See `base.SleepingEngine.wake`."""
-        self.call(self.llm.engine_core.wake_up_async(None), self._config.deadline_s, "wake up")
+        self._move(self.llm.engine_core.wake_up_async(None), "wake up")
+
+    def _move(self, asked: Coroutine[Any, Any, Any], what: str) -> None:
+        """The weights leave the device, or come back: the first time the host's memory for them is made."""
+        self._deadline_s = MOVES * self._config.deadline_s
+        try:
+            self.call(asked, self._deadline_s, what)
+        finally:
+            self._deadline_s = self._config.deadline_s
 
     @staticmethod
     def update_info(version: MappedVersion | ReceivedVersion) -> dict[str, Any]:
@@ -362,9 +373,9 @@ class VllmEngine(AsyncEngine):
                 self.fail("an engine process died")
             elif time.monotonic() - asked > self._config.deadline_s / 4:
                 try:
-                    await asyncio.wait_for(self.llm.is_paused(), self._config.deadline_s)
+                    await asyncio.wait_for(self.llm.is_paused(), self._deadline_s)
                 except TimeoutError:
-                    self.fail(f"no answer for {self._config.deadline_s:g} s (rollout.engine.deadline_s)")
+                    self.fail(f"no answer for {self._deadline_s:g} s (rollout.engine.deadline_s)")
                 except Exception as error:
                     self.fail(f"{type(error).__name__}: {error}")
                 asked = time.monotonic()
