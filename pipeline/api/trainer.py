@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from penstock.pipeline.api.functions import Defined, Functions
 from penstock.pipeline.api.run import FOLDERS, OnStep, Run, launched, script_folder
-from penstock.pipeline.config import ConfigError
+from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.config.load import as_overrides, as_yaml, plain_value, read_sections
 from penstock.pipeline.report.console import RunConsole, print_findings
 from penstock.pipeline.run.command import penstock
@@ -90,7 +91,8 @@ class Trainer:
         self._overrides = as_overrides(overrides or {})
 
     def start(self) -> Run:
-        """Starts it in the background, in processes of its own, which go on when this one ends."""
+        """Starts it in the background, in processes of its own, which go on when this one ends. Raises `ConfigError`
+        for what no config could have."""
         if self.folder.exists():
             raise ConfigError(
                 f"name: {self.folder} exists; choose another name, or go on with penstock.Run(…).resume()"
@@ -104,6 +106,11 @@ class Trainer:
         file.write_text(as_yaml(self._data))
         beside = [self._file.resolve().parent] if self._file else []
         (self._own / FOLDERS).write_text(json.dumps([str(each) for each in [*beside, *self._functions.folders]]))
+        try:
+            load(file, self._overrides)
+        except ConfigError:
+            shutil.rmtree(self._own)
+            raise
         return launched(penstock("run", str(file), *self._overrides), self.folder)
 
     def train(self, on_step: OnStep | None = None) -> Run:

@@ -21,6 +21,7 @@ from penstock.pipeline.preflight.look import look
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.report.console import print_summary
 from penstock.pipeline.resources.choice import choose
+from penstock.pipeline.run.data_rows import changed_rows
 from penstock.pipeline.run.folder import address_file, begin, make_folder, new_folder
 from penstock.pipeline.run.launcher import InterruptedRunError, RunError, ends
 from penstock.pipeline.run.launcher import run as launch
@@ -82,6 +83,7 @@ def start(
         report.check(elsewhere=False)
         if not early:
             stack.enter_context(_taken(folder, wait_s))
+        report.notes += changed_rows(folder, report.sizes)
         _tell(console, report, committed(folder) if resume else None, changed)
         return _run(console, config, origin, folder, show, programs, looked_s)
 

@@ -266,10 +266,20 @@ def mini_batches(step: TrainingBatch, epochs: int, parts: int) -> Iterator[np.nd
 
 
 def mean_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The mean over the updates that have it, of each metric."""
+    """The mean over the updates that have it, of each metric; of a maximum the maximum, and of a share by lag the mean
+    over all that have any."""
     names = dict.fromkeys(name for metrics in updates for name in metrics)
     found = {name: [metrics[name] for metrics in updates if name in metrics] for name in names}
-    return {name: sum(values) / len(values) for name, values in found.items()}
+    shares = sum(any(is_lag_share(name) for name in metrics) for metrics in updates)
+    return {
+        name: max(values) if name.endswith("_max") else sum(values) / (shares if is_lag_share(name) else len(values))
+        for name, values in found.items()
+    }
+
+
+def is_lag_share(name: str) -> bool:
+    """The metric is the share of tokens of one lag: one that an update has none of is not there."""
+    return name.startswith("lag/") and name.endswith("/share")
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:

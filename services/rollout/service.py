@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import nullcontext
 from importlib.metadata import entry_points
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import structlog
 import torch
 
-from penstock.protocols.mailbox import FencedError
+from penstock.protocols.mailbox import DeadlineError, FencedError
 from penstock.protocols.messages import (
     Generate,
     HelloNeeded,
@@ -55,11 +57,11 @@ from penstock.services.weights.receiver.worker_desk import WorkerDesk
 
 log = structlog.get_logger()
 
-REFUSE_S = 5.0
+REFUSE_S, TELL_AGAIN_S = 5.0, 5.0
 IDLE_S = 0.5
+"""An idle rollout looks around so often; one that shares its device more often."""
 READ_S = 0.2
 """So long an engine that has work waits while what has arrived is read: long answers that are given take a while."""
-"""An idle rollout looks around so often; one that shares its device more often."""
 
 
 class Rollout:
@@ -252,9 +254,22 @@ class Rollout:
         failpoint.reach("receiver-swapped", version)
         self.actor.version, self.actor.digest = version, digest
         log.info("version loaded", version=version, digest=digest, pause_s=round(pause, 6))
-        loaded = prepared.loaded.model_copy(update={"pause_s": pause, "canary": difference})
-        acknowledged = self.actor.mailbox.ask_later(loaded, DURABLE_DEADLINE_S)
-        acknowledged.add_done_callback(lambda _: failpoint.reach("receiver-acknowledged", version))
+        self._tell(prepared.loaded.model_copy(update={"pause_s": pause, "canary": difference}))
+
+    def _tell(self, loaded: Loaded) -> None:
+        """Until the broker has heard it: one that has just begun may not know yet that there is this version."""
+
+        def answered(future: Future[Message]) -> None:
+            failpoint.reach("receiver-acknowledged", loaded.version)
+            if future.exception() and self.actor.version == loaded.version:
+                again = threading.Timer(TELL_AGAIN_S, self._tell, [loaded])
+                again.daemon = True
+                again.start()
+
+        try:
+            self.actor.mailbox.ask_later(loaded, DURABLE_DEADLINE_S).add_done_callback(answered)
+        except (DeadlineError, FencedError):
+            pass  # it leaves
 
     def _check_canary(self, prepared: Prepared) -> float:
         """Of an engine that cannot score before it serves."""

@@ -259,6 +259,7 @@ def test_overrides_say_what_was_given() -> None:
 
 
 def test_values_of_numpy_and_paths_are_as_good_as_others(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("penstock.pipeline.api.trainer.load", lambda *_: None)  # some of it no config has
     monkeypatch.setattr("penstock.pipeline.api.trainer.launched", lambda *args: args)
     given = {"trainer.steps": np.int64(5), "trainer.optimizer": {"lr": np.float32(0.5)}, "model.path": Path("models/a")}
     trainer = penstock.Trainer(
@@ -360,6 +361,14 @@ def test_rows_are_read_as_they_were_given(tmp_path: Path, monkeypatch: Any) -> N
     assert given.answer == "4"
     with pytest.raises(DataError, match="^row 5: the prompt is empty"):
         source[5]
+
+
+def test_a_key_that_no_config_has_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    told = {"overrides": {"trainer.optimiser.lr": 1.0}, "prompts": [{"prompt": "1+1=", "truth": "2"}]}
+    trainer = penstock.Trainer({"model": {"type": "tiny"}}, name="one", folder=tmp_path, **told)
+    with pytest.raises(ConfigError, match="trainer.optimiser: unknown key; did you mean 'optimizer'"):
+        trainer.start()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_table_of_pandas_is_rows_and_its_numbers_are_json() -> None:

@@ -17,6 +17,7 @@ from penstock.pipeline.cli import app
 from penstock.pipeline.config import Config, ConfigError, dump, load
 from penstock.pipeline.config.origin import Origin, read, write
 from penstock.pipeline.run import folder as run_folder
+from penstock.pipeline.run.data_rows import changed_rows
 from penstock.pipeline.run.folder import begin, is_live, named, run_name
 from penstock.pipeline.run.lock import held, holder
 from penstock.pipeline.run.resume import check_fixed, complete, how_to_go_on, resumed
@@ -43,6 +44,14 @@ def folder(tmp_path: Path) -> Path:
     (run / "config.yaml").write_text(dump(load(tmp_path / "run.yaml", given)))
     write(run, Origin(str(tmp_path / "run.yaml"), tuple(given)))
     return run
+
+
+def test_data_that_have_grown_meanwhile_are_told_of_once(folder: Path) -> None:
+    assert not changed_rows(folder, {"prompts.train": 40, "prompts.eval.held_out": 9})
+    assert not changed_rows(folder, {"prompts.train": 40, "prompts.eval.held_out": 8})
+    (note,) = changed_rows(folder, {"prompts.train": 41})
+    assert note.startswith("prompts.train: 41 rows, and 40 when the run was last started")
+    assert not changed_rows(folder, {"prompts.train": 41})
 
 
 def test_alone_it_goes_on_as_it_was(folder: Path) -> None:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from penstock.pipeline.config import Config
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.learning.model_learner import mini_batches
+from penstock.services.learning.model_learner import mean_metrics, mini_batches
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from tests.trainer.rank_program import a_model
@@ -150,3 +150,15 @@ def test_tokens_that_a_loss_picks_do_not_depend_on_the_micro_batches(loss: str) 
     assert 0 < metrics[share] <= (0.9 if loss == "m2po" else 0.11)
     for mine, its in zip(gradient, again, strict=True):
         torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-3)
+
+
+def test_metrics_of_several_updates_are_a_steps() -> None:
+    updates = [
+        {"lag/0/share": 1.0, "lag/0/kl": 0.2, "mismatch_max": 1.0, "loss": 1.0},
+        {"lag/0/share": 0.5, "lag/3/share": 0.5, "lag/0/kl": 0.4, "mismatch_max": 3.0, "loss": 2.0},
+        {"loss": 3.0},
+    ]
+    found = mean_metrics(updates)
+    assert found == pytest.approx(
+        {"lag/0/share": 0.75, "lag/3/share": 0.25, "lag/0/kl": 0.3, "mismatch_max": 3.0, "loss": 2.0}
+    )
