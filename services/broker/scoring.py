@@ -19,6 +19,8 @@ from penstock.services.broker.rules.replay_buffer import Replay
 from penstock.services.broker.state import BrokerState
 from penstock.services.broker.tally import Tally
 
+VOTES_BY = 10_000
+"""Characters at the end of an answer in which its vote is looked for: many of them are counted in one turn."""
 VOTE_S = 0.1
 """What finding an answer's vote may take."""
 
@@ -198,7 +200,7 @@ def _vote(trajectory: Trajectory, pattern: str | None) -> str | None:
     if pattern is None:
         return said.strip()
     try:
-        matches = regex.findall(pattern, said, timeout=VOTE_S)
+        matches = regex.findall(pattern, said[-VOTES_BY:], timeout=VOTE_S)
     except TimeoutError:  # a pattern that goes back and forth over an answer must not hold up the run
         log.warning("an answer's vote took too long", pattern=pattern)
         return None
