@@ -112,7 +112,7 @@ def _encode(
             "a model whose template does, or give model.chat_template"
         )
     form = environment.tools.tool_calls if environment.tools else ""
-    if form in BEGIN and BEGIN[form] not in tokenizer.plain.decode(tokens):
+    if form in BEGIN and BEGIN[form] not in str(tokenizer.plain.chat_template):
         report.notes.append(
             f"{KEY}.options.tool_calls={form}: the chat template of {path} does not say {BEGIN[form]}, so the policy "
             "may call tools in another form; see docs/environments.md"

@@ -17,9 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from penstock.pipeline.config import Config, load
 from penstock.pipeline.models import make_tiny as making
 from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
+from penstock.pipeline.preflight import environment, pictures
 from penstock.pipeline.preflight import model as models
-from penstock.pipeline.preflight import pictures
 from penstock.pipeline.preflight.report import Report
+from penstock.protocols.experience import Prompt
 from penstock.services.modeling.load import load_model, load_tokenizer
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
@@ -133,3 +134,54 @@ def test_a_tiny_model_is_there_once_it_is_whole(tmp_path: Path, monkeypatch: pyt
     making.make_tiny(config, tmp_path)
     assert load_model(str(tmp_path / "model"), "float32", CPU)
     assert not (tmp_path / ".model.partial").exists()
+
+
+PLAIN = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+TOLD = "{% if tools %}{{ tools | map(attribute='function') | map(attribute='name') | join(' ') }} {% endif %}" + PLAIN
+ASKED = [{"role": "user", "content": "a"}]
+
+
+def begun(policy: Path, template: str | None, **prompt: Any) -> tuple[str, Report]:
+    """What is said of an environment's first words, by a policy with this chat template."""
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(policy)
+    config = Config.model_validate({
+        "model": {"type": "pretrained", "path": str(policy)}, "prompts": {"train": {"type": "sort"}},
+        "reward": {"functions": [{"function": "exact_match"}]},
+        "rollout": {
+            "engine": {"type": "torch", "max_length": 60}, "sampling": {"max_new_tokens": 8},
+            "environment": {"environment": "tools", "options": {"functions": ["python"]}},
+        },
+    })  # fmt: skip
+    report, tools = Report(), [{"type": "function", "function": {"name": "python", "parameters": {}}}]
+    assert config.rollout.environment
+    with report.collect():
+        task = Prompt(index=0, **({"messages": ASKED} | prompt))
+        environment._encode(config, config.rollout.environment, task, tools, report)
+    return "\n".join(report.problems), report
+
+
+def test_an_environments_first_words_have_room_and_tell_of_its_tools(policy: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(policy, tmp_path / "chats")
+    assert "tools are told by a chat template" in begun(path, None)[0]
+    assert "does not tell of them; take a model whose template does" in begun(path, PLAIN)[0]
+    found, report = begun(path, TOLD)
+    assert not found and "does not say <tool_call>, so the policy may call tools in another form" in report.notes[0]
+    found, report = begun(path, "{% if tools %}<tool_call>{% endif %}" + PLAIN)
+    assert not found and not report.notes
+    long = [{"role": "user", "content": "a" * 80}]
+    assert "rollout.environment: 1 of the first 1 prompts are too long" in begun(path, TOLD, messages=long)[0]
+
+
+def test_a_model_of_which_nothing_ends_an_answer_is_refused(policy: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(policy, tmp_path / "endless")
+    endless = AutoTokenizer.from_pretrained(path)
+    endless.eos_token = None
+    endless.save_pretrained(path)
+    for name in ("config.json", "generation_config.json"):
+        told = json.loads((path / name).read_text())
+        (path / name).write_text(json.dumps({key: value for key, value in told.items() if key != "eos_token_id"}))
+    rows = {"prompts": {"train": {"type": "sort", "size": 8}}}
+    assert "nothing ends an answer of" in said(path, **rows)
+    assert not said(path, **rows, rollout={"sampling": {"stop": ["="]}})

@@ -137,7 +137,7 @@ def _fill(model: Any, files: WeightFiles, given: str) -> None:
         mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if mine.numel():
             block = block_of(parameter) if isinstance(parameter, DTensor) else _whole(mine)
-            mine.copy_(files.block(name, block))
+            mine.copy_(files.block(name, block).to(mine.device))  # widened there: a host takes long for that
     for prefix, module in model.named_modules():
         if isinstance(module, FourBitLinear):
             name = lora.plain_name(f"{prefix}.weight")
