@@ -114,18 +114,18 @@ def make_prompt(
     content = [_without_nulls(message) for message in content]
     if pictures:
         content = marked_chat(content, pictures)
-    roles = [message.get("role") if isinstance(message, dict) else None for message in content]
-    if roles[-1] == "assistant" and answer is None:
+    messages = [{"role": "system", "content": system}, *content] if system else content
+    prompt = _prompt(index, answer, messages=messages, truth=truth, pictures=pictures)
+    if content[-1]["role"] == "assistant" and answer is None:
         raise DataError(
             f"row {index}: the conversation ends with the assistant's words, which the policy would be shown; name its "
             "column as answer_key too, which takes them off, or let it end with the user's"
         )
-    if system and "system" in roles:
+    if system and any(message["role"] == "system" for message in content):
         raise DataError(
             f"row {index}: it has a system message of its own, and `system` gives another; leave one of them out"
         )
-    messages = [{"role": "system", "content": system}, *content] if system else content
-    return _prompt(index, answer, messages=messages, truth=truth, pictures=pictures)
+    return prompt
 
 
 def _prompt(index: int, answer: str | list[Any] | None, **said: Any) -> Prompt:

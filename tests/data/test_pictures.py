@@ -50,7 +50,7 @@ def test_chats_show_pictures_where_their_parts_say_or_before_the_users_first_wor
     asked = {"prompt": [{"role": "user", "content": parts}], "images": ["red.png"]}
     assert content(in_json(tmp_path, asked)[0]) == f"is {PICTURE} red?"
     asked["prompt"] = [{"role": "system", "content": "Look."}, {"role": "user", "content": "what?"}]
-    assert content(in_json(tmp_path, asked, system="Well.")[0]) == f"{PICTURE}what?"
+    assert content(in_json(tmp_path, asked)[0]) == f"{PICTURE}what?"
 
 
 @pytest.mark.parametrize("several", [False, True])

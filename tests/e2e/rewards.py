@@ -32,8 +32,8 @@ def moody(response: str, truth: Any, messages: list[dict[str, str]], sample: int
 
 
 def breaks(response: str, truth: Any, prompt: str) -> float:
-    """Fails from its third call on in each process: the look before a run calls it twice."""
-    if next(_calls) < 2:
+    """Fails from its fifth call on in each process: a look before a run calls it twice for each of two sources."""
+    if next(_calls) < 4:
         return 0.0
     raise KeyError("no such column")
 
