@@ -171,7 +171,9 @@ class Trainer:
             return section
         if isinstance(given, str) or not (isinstance(given, Iterable) or hasattr(given, "__getitem__")):
             raise ConfigError(f"{key}: give rows, or a function that returns them, not {given!r:.60}")
-        if hasattr(given, "columns") and hasattr(given, "to_dict"):  # a table of pandas
+        if hasattr(given, "to_dicts"):  # a table of polars
+            given = given.to_dicts()
+        elif hasattr(given, "columns") and hasattr(given, "to_dict"):  # of pandas
             given = given.to_dict("records")
         lines = []
         for number, row in enumerate(given):

@@ -299,12 +299,6 @@ class Config(Section):
         rollout, reward, gateway = (data.get(key) or {} for key in ("rollout", "reward", "gateway"))
         if not all(isinstance(section, dict) for section in (rollout, reward, gateway)):
             return data
-        environment = rollout.get("environment") or {}
-        if isinstance(environment, dict) and environment.get("environment") == "tools" and not reward.get("functions"):
-            raise ValueError(
-                "reward.functions: the environment `tools` gives no reward, and nobody else is named to judge the "
-                "answer; give a function, e.g. reward.functions=[{function: exact_match}]"
-            )
         if rollout.get("environment") or gateway.get("count"):
             data = {**data, "reward": {"functions": [{"function": ENVIRONMENT}], **reward}}
         return given_by_preset(data)
@@ -359,6 +353,7 @@ class Config(Section):
                 "reward.functions: environment stands for what an environment or an agent gave, and there is none; set "
                 "rollout.environment or gateway.count, or take another function"
             )
+        _check_judged(self)
         if self.run.colocated:
             check_colocated(self)
         for kind in self.run.elsewhere:
@@ -370,3 +365,15 @@ class Config(Section):
         check_columns(self)
         check_sources(self)
         return self
+
+
+def _check_judged(config: Config) -> None:
+    """Raises `ValueError` where tools are called, and nobody says what the answer was worth."""
+    judges = [f for f in config.reward.functions if f.weight and f.function != ENVIRONMENT] or config.reward.columns
+    reads = config.trainer.algorithm.advantage.type not in ("none", "distillation", "custom")
+    environment = config.rollout.environment
+    if environment and environment.tools and reads and not judges:
+        raise ValueError(
+            "reward.functions: the environment `tools` gives no reward, and nobody else is named to judge the answer; "
+            "give a function, e.g. reward.functions=[{function: exact_match}]"
+        )

@@ -122,19 +122,21 @@ def check_length(
     config: Config, sizes: list[int], report: Report, model_length: int, key: str = "prompts.train"
 ) -> None:
     """Whether prompts of so many tokens, which ``key`` gives, leave room for an answer, of one token where none is
-    sampled. Those of an evaluation may ask for shorter ones, and are told of in any case."""
+    sampled. Others than those that are trained on are told of in any case: some may ask for less."""
     engine, sampling = config.rollout.engine, config.rollout.sampling
     new = 1 if config.rollout.all_given else sampling.max_new_tokens
     answer = "an answer of a token" if config.rollout.all_given else f"rollout.sampling.max_new_tokens={new}"
     length = longest_sequence(engine, model_length) or model_length
     long = [size for size in sizes if size + new > length]
+    if not long:
+        return
     bound = f"rollout.engine{'.options' if isinstance(engine, PluginEngineConfig) else ''}.max_length"
     where = bound if length < model_length else "the model's own length"
     words = (
         f"{len(long)} of the first {len(sizes)} prompts are too long: up to {max(sizes)} tokens, and with "
         f"{answer} {where}={length} has room for {length - new}"
     )
-    if long and len(long) == len(sizes) and not key.startswith("prompts.eval"):
+    if key == "prompts.train" and len(long) == len(sizes):
         report.problems.append(f"{key}: {words}")
-    elif long:
+    else:
         report.notes.append(f"{key}: {words}; they will be dropped")

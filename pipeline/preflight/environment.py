@@ -77,7 +77,7 @@ def _play(config: Config, environment: EnvironmentConfig, pool: EnvironmentPool,
                 "none; take a pretrained model, or an environment without tools"
             )
         if "prompt" in found and isinstance(config.model, PretrainedModel):
-            _encode(config, environment, begun_with(row, found), found.get("tools"), report)
+            _encode(config, environment, row, found, report)
         if found.get("tools"):
             names = ", ".join(str(tool.get("function", {}).get("name")) for tool in found["tools"])
             report.lines.append(f"{KEY}: {environment.environment}: the policy may call {names}")
@@ -89,28 +89,31 @@ def _play(config: Config, environment: EnvironmentConfig, pool: EnvironmentPool,
             )
 
 
-def _encode(
-    config: Config, environment: EnvironmentConfig, prompt: Prompt, tools: list[dict[str, Any]] | None, report: Report
-) -> None:
-    """What a task begins with, as tokens: there is room for an answer, and the policy hears of its ``tools``. Raises
-    `SetupError`."""
+def _encode(config: Config, environment: EnvironmentConfig, row: Prompt, found: dict[str, Any], report: Report) -> None:
+    """What reset has ``found`` for the ``row``, as tokens: there is room for an answer, and the policy hears of the
+    tools. Raises `SetupError`."""
     from penstock.services.modeling.lengths import positions_of
     from penstock.services.modeling.load import load_config
-    from penstock.services.turns.tokenizer import TextError, Tokenizer
+    from penstock.services.turns.tokenizer import Tokenizer
 
     assert isinstance(config.model, PretrainedModel)
     path = config.model.path
     tokenizer = Tokenizer(path, config.template)
     try:
+        prompt, tools = begun_with(row, found), found.get("tools")
         tokens = tokenizer.encode(prompt, tools)
         silent = bool(tools) and np.array_equal(tokens, tokenizer.encode(prompt))
-    except TextError as error:
-        raise SetupError(f"{KEY}: {environment.environment}: what row {prompt.index} begins with: {error}") from error
+    except Exception as error:  # a template may raise anything
+        what = f"{type(error).__name__}: {error}"
+        raise SetupError(f"{KEY}: {environment.environment}: what row {row.index} begins with: {what}") from error
     if silent:
-        raise SetupError(
+        words = (
             f"{KEY}: {environment.environment} has tools, and the chat template of {path} does not tell of them; take "
             "a model whose template does, or give model.chat_template"
         )
+        if not any(message["role"] == "system" for message in prompt.as_messages()):
+            raise SetupError(words)
+        report.notes.append(f"{words}; unless the system message of each prompt tells of them")
     form = environment.tools.tool_calls if environment.tools else ""
     if form in BEGIN and BEGIN[form] not in str(tokenizer.plain.chat_template):
         report.notes.append(

@@ -254,7 +254,11 @@ def _encode(config: Config, report: Report) -> None:
     )
     check_length(config, sizes, report, positions_of(model) or 1 << 30)
     for name, held_out in report.held_out.items():
-        sizes = [len(tokenizer.encode(prompt)) for prompt in held_out if not prompt.pictures]
+        try:
+            sizes = [len(tokenizer.encode(prompt)) for prompt in held_out if not prompt.pictures]
+        except Exception as error:  # a template may raise anything
+            report.notes.append(f"prompts.eval.{name}: the tokenizer cannot encode a row of it: {error}")
+            continue
         check_length(config, sizes, report, positions_of(model) or 1 << 30, f"prompts.eval.{name}")
     if given.TRAIN in report.given:
         report.given[given.TRAIN] = rows

@@ -31,9 +31,9 @@ from penstock.services.runtime.gpus import visible_gpus
 from penstock.services.runtime.registry import ActorSpec
 from penstock.services.weights.transports import shared_memory
 
-RETRY_S = 1.0
 OTHER_S = 15.0
 """More than somebody is missed after."""
+RETRY_S = 1.0
 """Between two looks for a broker."""
 OVER = ("done", "stopping")
 """Phases of a run in which nobody joins it any more."""
@@ -159,6 +159,8 @@ class _Join:
         spec = _spec(config, self._kind)
         if spec.single and spec.nodes(config) == 1:
             self._wait_for_the_other(mailbox, spec.kind, config.broker.dead_after_s)
+        if self._interrupted:
+            return
         every = [(spec, self._names(spec, shares(spec, config, visible_gpus(), self._count)))]
         every += self._guests(config, every[0][1]) if spec.kind == "trainer" else []
         preloaded = any(each.preloaded(config) for each, _ in every)
@@ -214,23 +216,30 @@ class _Join:
     def _watch(self, supervisor: Supervisor, mailbox: Mailbox, waits: str, learns: bool) -> None:
         """``waits``: which of the processes is not heard of as long as it waits for other machines. ``learns``: one of
         them is a learner."""
-        heard, restarts = time.monotonic(), 0
+        silent_s, restarts = 0.0, 0
         while not self._interrupted:
             if error := supervisor.poll():
                 raise RunError(error)
             if supervisor.restarts > restarts:
                 restarts = supervisor.restarts
                 self._say(f"{restarts} times a process has died here and was started again")
+            asked = time.monotonic()
             try:
                 state = client.state(mailbox, self._folder)
-                heard = time.monotonic()
-            except (DeadlineError, client.AnotherRunError):
-                if time.monotonic() - heard > BROKER_SILENT_S or read_summary(self._folder):
+                silent_s = 0.0
+            except client.AnotherRunError:
+                if read_summary(self._folder) or (silent_s := silent_s + RETRY_S) > BROKER_SILENT_S:
+                    return
+                time.sleep(RETRY_S)
+                continue
+            except DeadlineError:
+                silent_s += min(time.monotonic() - asked, client.DEADLINE_S)  # it may have been stopped itself
+                if silent_s > BROKER_SILENT_S or read_summary(self._folder):
                     return
                 continue
-            for name, silent_s in state["lost"].items():
+            for name, lost_s in state["lost"].items():
                 if name != waits:
-                    supervisor.end_wedged(name, silent_s)
+                    supervisor.end_wedged(name, lost_s)
             if state["phase"] in OVER:
                 self._drain(supervisor, learns)
                 return

@@ -279,8 +279,8 @@ class _Launch:
                     return self._supervisor.poll() or str(late), "failed"
                 continue
             view.update(state, self._restarts)
-            for name, silent_s in state["lost"].items():
-                self._supervisor.end_wedged(name, silent_s)
+            for name, lost_s in state["lost"].items():
+                self._supervisor.end_wedged(name, lost_s)
             if state["phase"] == "done":
                 return None, "complete"
             if state["phase"] == "stopping":

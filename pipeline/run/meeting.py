@@ -36,8 +36,13 @@ def meeting(folder: Path, kind: str, host: str, patience_s: float) -> Iterator[t
     where the host's endpoint does not answer for ``patience_s``."""
     path, begun, told = folder / f"{kind}.meeting", time.monotonic(), 0.0
     while True:
-        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "r+") as file:
+        try:
+            opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        except PermissionError as error:
+            raise SetupError(f"{kind}.nodes: {path} is another user's ({error}); join as the run's own user") from None
+        with os.fdopen(opened, "r+") as file:
             if _take(file, kind):
+                os.fchmod(file.fileno(), 0o600)
                 store, endpoint = serve_store(host)
                 secret = secrets.token_hex(32)
                 file.truncate(0)

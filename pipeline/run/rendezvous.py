@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -100,16 +101,23 @@ class Sealed(RendezvousBackend):
         return state, found[1]
 
 
+@dataclass(frozen=True)
+class Met:
+    """Where several machines have met."""
+
+    store: TCPStore
+    secret: bytes = field(repr=False)
+    """torch logs what it is configured with."""
+
+
 def together(store: TCPStore, secret: bytes, parameters: RendezvousParameters) -> RendezvousHandler:
     """As many machines as ``parameters`` say meet at the ``store``, which one of them serves."""
     return create_handler(store, Sealed(store, secret), parameters)
 
 
 def _make(parameters: RendezvousParameters) -> RendezvousHandler:
-    if "met" not in parameters.config:
-        return Alone()
-    store, secret = parameters.config["met"]
-    return together(store, secret, parameters)
+    met = parameters.config.get("met")
+    return together(met.store, met.secret, parameters) if met else Alone()
 
 
 rendezvous_handler_registry.register(NAME, _make)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,9 @@ def resumed(folder: Path, file: Path | None, overrides: list[str] | None) -> tup
     else:
         origin = Origin(str(file.resolve()), origin.overrides)
         config = load(file, list(origin.overrides))
-        said = changes(load(file, overrides), config)
-        kept = [f"{change} (given at an earlier start, which holds; {file.name} says otherwise)" for change in said]
+        with suppress(ConfigError):  # a file may need what was given at its first start
+            said = changes(load(file, overrides), config)
+            kept = [f"{change} (given at an earlier start, which holds; {file.name} says otherwise)" for change in said]
     if config.store.url and HIDDEN in config.store.url:
         raise ConfigError(
             f"store.url: {config.store.url}: its password is not kept in the run's folder; give it again, e.g. "

@@ -64,6 +64,7 @@ def launch_spread(kind: str, nodes: int, count: int, grace_s: int, folder: Path,
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
+    from penstock.pipeline.run import rendezvous
     from penstock.pipeline.run.meeting import meeting
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(host))
@@ -72,7 +73,7 @@ def launch_spread(kind: str, nodes: int, count: int, grace_s: int, folder: Path,
         begun = time.monotonic()
         with meeting(folder, kind, host, MEET_S) as (store, secret, hosts):
             log.info("meeting the other machines", nodes=nodes, at=f"{store.host}:{store.port}", hosts=hosts)
-            more = {"met": (store, secret), "join_timeout": MEET_S}
+            more = {"met": rendezvous.Met(store, secret), "join_timeout": MEET_S}
             config = _config(count, grace_s, nodes=nodes, local_addr=host, rdzv_configs=more)
             try:
                 return _run(config)

@@ -16,8 +16,8 @@ Said = tuple[str, int, m.Message]
 """Who, by which request, and what."""
 
 
-AGAIN = (m.Finished, m.Scores)
-"""What is large, and said again until it is durable."""
+AGAIN = (m.Finished, m.Scores, m.Generated, m.TurnRequest, m.Note, m.StepColumn)
+"""What may be large, and is said again until it is answered."""
 
 
 class Meanwhile:

@@ -22,10 +22,12 @@ READ = ("prompt", "truth", "answer", "images", "image")
 
 def line(row: Mapping[str, Any] | Prompt) -> str:
     """A prompt as it is, or a row with ``prompt`` (text of a user, or messages) and perhaps ``truth``, ``answer`` and
-    ``images`` (or ``image``), as JSON. Raises `KeyError` where it has no prompt, `TypeError` for what JSON has not and
-    for columns that nobody reads beside a missing truth, and `DataError` for images that are none."""
+    ``images`` (or ``image``), as JSON; NaN, a gap in a table, is none. Raises `KeyError` where it has no prompt,
+    `TypeError` for what JSON has not and for columns that nobody reads beside a missing truth, and `DataError` for
+    images that are none."""
     if isinstance(row, Prompt):
         return json.dumps({**row.model_dump(), "pictures": _as_text(row.pictures)}) + "\n"
+    row = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()}
     own = {"answer": row["answer"]} if row.get("answer") is not None else {}
     images = row.get("images", row.get("image"))
     if images is not None:
@@ -36,8 +38,6 @@ def line(row: Mapping[str, Any] | Prompt) -> str:
             f"it has no truth, and {', '.join(map(str, unread))} would be read by nobody; call the column with the "
             "right answer truth, or give truth: None"
         )
-    if isinstance(truth, float) and math.isnan(truth):  # a gap in a table
-        truth = None
     return json.dumps({"prompt": prompt, "truth": truth, **own}, default=_plain) + "\n"
 
 

@@ -25,11 +25,27 @@ def calls_in(answer: str, form: Form, schemas: Mapping[str, Mapping[str, Any]]) 
     >>> calls_in("<tool_call><function=add><parameter=a>1</parameter></function></tool_call>", "xml", {})
     ['{"name": "add", "arguments": {"a": 1}}']
     """
-    said = answer.rpartition("</think>")[2].partition("<think>")[0]
     if form == "json":
-        return _in_json(said)
-    found = between_tags(said)[1]
+        return _in_json(answer) or _in_json(_aloud(answer))
+    found = between_tags(_aloud(answer))[1]
     return found if form == "hermes" else [_of_xml(text, schemas) for text in found]
+
+
+def _aloud(answer: str) -> str:
+    """Without thoughts, but for those that stand in a call; also where the template has begun the first."""
+    ended = answer.find("</think>")
+    before = answer[: max(ended, 0)]
+    begun = "<think>" not in before and before.count("<tool_call>") == before.count("</tool_call>")
+    left, said = answer[ended + len("</think>") :] if ended >= 0 and begun else answer, ""
+    while (thought := left.find("<think>")) >= 0:
+        call = left.find("<tool_call>")
+        if 0 <= call < thought:
+            end = left.find("</tool_call>", call)
+            end = len(left) if end < 0 else end + len("</tool_call>")
+            said, left = said + left[:end], left[end:]
+            continue
+        said, left = said + left[:thought], left[thought:].partition("</think>")[2]
+    return said + left
 
 
 def _in_json(said: str) -> list[str]:
@@ -50,17 +66,24 @@ def _of_xml(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> str:
     if (found := _FUNCTION.search(text)) is None:
         return text
     name = found[1].strip()
-    kinds = schemas.get(name, {}).get("properties", {})
-    arguments = {
-        key.strip(): _read(value, kinds.get(key.strip(), {}).get("type")) for key, value in _PARAMETER.findall(found[2])
-    }
+    schema = schemas.get(name, {}).get("properties", {})
+    arguments = {key.strip(): _read(value, schema.get(key.strip())) for key, value in _PARAMETER.findall(found[2])}
     return json.dumps({"name": name, "arguments": arguments})
 
 
-def _read(text: str, kind: Any) -> Any:
-    if kind == "string":
+def _read(text: str, schema: Any) -> Any:
+    """Text where the argument may be text, else what it is as JSON."""
+    if _may_be_text(schema):
         return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
+
+
+def _may_be_text(schema: Any) -> bool:
+    if not isinstance(schema, Mapping):
+        return False
+    kinds = schema.get("type")
+    several = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    return kinds == "string" or (isinstance(kinds, list) and "string" in kinds) or any(map(_may_be_text, several))

@@ -261,7 +261,8 @@ class Rollout:
 
         def answered(future: Future[Message]) -> None:
             failpoint.reach("receiver-acknowledged", loaded.version)
-            if future.exception() and self.actor.version == loaded.version:
+            serves = self.actor.version, self.actor.digest
+            if future.exception() and serves == (loaded.version, loaded.digest):
                 again = threading.Timer(TELL_AGAIN_S, self._tell, [loaded])
                 again.daemon = True
                 again.start()

@@ -302,7 +302,8 @@ class Learner(ModelLearner):
             policy_columns, taught = self._policy_columns(step, rewarded, mask, columns[SAMPLED])
             columns, metrics = columns | policy_columns, metrics | taught
         worth = self.algorithm.advantages(rewards.scores, mask, groups, columns, rewards.tokens, sessions).float()
-        if self._config.algorithm.advantage.compares:
+        advantage = self._config.algorithm.advantage
+        if advantage.compares and advantage.type != "custom":
             worth[step.left_alone(rewarded)] = 0.0
         found = torch.zeros((len(step.trajectories), max(len(t.tokens) for t in step.trajectories)))
         found[rewarded, : mask.shape[1]] = worth

@@ -14,6 +14,7 @@ CALL = {"name": "days", "arguments": {"first": "1", "count": 2}}
 XML = "<tool_call><function=days>{}{}</function></tool_call>".format(
     "<parameter=first>\n1\n</parameter>\n", "<parameter=count>\n2\n</parameter>\n"
 )
+THINKS = '{"name": "say", "arguments": {"text": "</think> and <think>"}}'
 LLAMA = '{"name": "days", "parameters": {"first": "1", "count": 2}}'
 
 
@@ -31,6 +32,10 @@ LLAMA = '{"name": "days", "parameters": {"first": "1", "count": 2}}'
         ("hermes", f"<think>maybe <tool_call>{LLAMA}</tool_call></think>3", []),
         ("xml", f"<think>maybe {XML}</think>{XML}", [CALL]),
         ("xml", f"<think>maybe {XML}", []),
+        ("hermes", f"maybe <tool_call>{LLAMA}</tool_call></think>3", []),
+        ("hermes", f"<think>a</think><tool_call>{THINKS}</tool_call>", [json.loads(THINKS)]),
+        ("hermes", f"a</think><tool_call>{THINKS}</tool_call><think>b</think>", [json.loads(THINKS)]),
+        ("json", THINKS, [json.loads(THINKS)]),
     ],
 )
 def test_calls_are_found_in_what_is_said_aloud(form: Form, said: str, calls: list[dict[str, Any]]) -> None:
@@ -40,3 +45,20 @@ def test_calls_are_found_in_what_is_said_aloud(form: Form, said: str, calls: lis
 @pytest.mark.parametrize("form", ["hermes", "xml"])
 def test_what_cannot_be_read_stays_as_it_was_written(form: Form) -> None:
     assert calls_in("<tool_call>days(1)</tool_call>", form, SCHEMAS) == ["days(1)"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "given"),
+    [
+        ({"type": "string"}, "2024"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "2024"),
+        ({"type": ["null", "string"]}, "2024"),
+        ({"type": "integer"}, 2024),
+        (True, 2024),
+        ({}, 2024),
+    ],
+)
+def test_in_xml_what_may_be_text_is_text(schema: Any, given: Any) -> None:
+    said = "<tool_call><function=find><parameter=query>2024</parameter></function></tool_call>"
+    (call,) = calls_in(said, "xml", {"find": {"properties": {"query": schema}}})
+    assert json.loads(call)["arguments"] == {"query": given}

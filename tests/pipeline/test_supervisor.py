@@ -14,6 +14,7 @@ import pytest
 from penstock.pipeline.config import load
 from penstock.pipeline.run import launcher, serve, supervisor
 from penstock.pipeline.run.supervisor import Supervisor
+from penstock.protocols.mailbox import DeadlineError
 from penstock.services.runtime.actor import ActorContext
 
 
@@ -117,6 +118,45 @@ def test_a_checkpoint_is_waited_for_longer_than_anything_else(
     launch._drain(SimpleNamespace(note=notes.append), SimpleNamespace(restarts=0), "")
     assert [note.split(" (")[0].split(" within")[0] for note in notes] == said
     assert next(waits, None) is None and set(ended) == {"rollout-9"}
+
+
+LOST, GONE = {"lost": {"rollout-1": 300.0}, "phase": "training"}, {"lost": {}, "phase": "done"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "ended", "outcome"),
+    [
+        ([LOST, 5.0, GONE], [("rollout-1", 300.0)], "complete"),
+        ([5.0] * 8 + [GONE], [], "complete"),
+        ([5.0] * 9 + [GONE], [("broker", 45.0)], "complete"),
+        ([5.0] * 30, [("broker", 45.0)], "failed"),
+        ([400.0] * 8 + [GONE], [], "complete"),  # it was stopped itself while it waited
+    ],
+)
+def test_a_broker_that_says_nothing_for_long_is_ended_once(
+    answers: list[Any], ended: list[tuple[str, float]], outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``answers``: to the launcher's questions, or after how many seconds it gave one up."""
+    now, left, found = [0.0], iter(answers), list[tuple[str, float]]()
+    monkeypatch.setattr(launcher.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(launcher.time, "sleep", lambda seconds: None)
+
+    def state(_mailbox: Any) -> dict[str, Any]:
+        answer = next(left)
+        if isinstance(answer, float):
+            now[0] += answer
+            raise DeadlineError("StatusRequest: no answer")
+        return dict(answer)
+
+    monkeypatch.setattr(launcher.client, "state", state)
+    launch: Any = launcher._Launch.__new__(launcher._Launch)
+    launch._mailbox, launch._interrupted = SimpleNamespace(heard_at=-1.0), []
+    end = lambda name, silent_s: found.append((name, silent_s))  # noqa: E731
+    launch._supervisor = SimpleNamespace(poll=lambda: None, restarts=0, children=[], end_wedged=end)
+    launch._programs = SimpleNamespace(poll=lambda: None, restarts=0, children=[])
+    launch._check_disk = lambda: None
+    shown = SimpleNamespace(update=lambda *_: None, note=lambda *_: None)
+    assert launch._watch(shown)[1] == outcome and found == ended
 
 
 @pytest.mark.parametrize(

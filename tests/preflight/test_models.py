@@ -158,7 +158,8 @@ def begun(policy: Path, template: str | None, **prompt: Any) -> tuple[str, Repor
     assert config.rollout.environment
     with report.collect():
         task = Prompt(index=0, **({"messages": ASKED} | prompt))
-        environment._encode(config, config.rollout.environment, task, tools, report)
+        found = {"prompt": None, "pictures": (), "tools": tools}
+        environment._encode(config, config.rollout.environment, task, found, report)
     return "\n".join(report.problems), report
 
 
@@ -171,7 +172,13 @@ def test_an_environments_first_words_have_room_and_tell_of_its_tools(policy: Pat
     found, report = begun(path, "{% if tools %}<tool_call>{% endif %}" + PLAIN)
     assert not found and not report.notes
     long = [{"role": "user", "content": "a" * 80}]
-    assert "rollout.environment: 1 of the first 1 prompts are too long" in begun(path, TOLD, messages=long)[0]
+    found, report = begun(path, TOLD, messages=long)
+    assert not found and "rollout.environment: 1 of the first 1 prompts are too long" in report.notes[-1]
+    system = [{"role": "system", "content": "tools"}, *ASKED]
+    found, report = begun(path, PLAIN, messages=system)
+    assert not found and "unless the system message of each prompt tells of them" in report.notes[0]
+    raises = "{{ raise_exception('no such role') }}"
+    assert "what row 0 begins with: TemplateError: no such role" in begun(path, raises)[0]
 
 
 def test_a_model_of_which_nothing_ends_an_answer_is_refused(policy: Path, tmp_path: Path) -> None:
