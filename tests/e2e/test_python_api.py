@@ -44,8 +44,8 @@ def test_a_run_is_started_stopped_and_gone_on_with(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
-    trainer = penstock.Trainer(QUICKSTART, name="run", folder=tmp_path, overrides={"gate.max_lagg": 1})
-    with pytest.raises(penstock.RunFailed, match="gate.max_lagg: unknown key; did you mean 'max_lag'"):
+    trainer = penstock.Trainer(QUICKSTART, name="run", folder=tmp_path, reward="nowhere:judge")
+    with pytest.raises(penstock.RunFailed, match="reward.functions.0.function: cannot load 'nowhere:judge'"):
         trainer.train()
 
 

@@ -47,7 +47,8 @@ def of_a_run(tmp_path: Path, monkeypatch: Any, code: str = "pass") -> penstock.T
         return penstock.Run(folder, subprocess.Popen([sys.executable, "-c", code]))
 
     monkeypatch.setattr("penstock.pipeline.api.trainer.launched", launched)
-    return penstock.Trainer({"model": {"type": "tiny"}}, name="run", folder=tmp_path)
+    start = {"model": {"type": "tiny"}, "prompts": {"train": {"type": "sort"}}}
+    return penstock.Trainer(start, name="run", folder=tmp_path)
 
 
 def test_what_one_should_look_at_is_said_at_the_end(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
