@@ -47,12 +47,12 @@ def template_end(tokenizer: Any, template: Mapping[str, Any] | None = None) -> T
     return TemplateEnd(whole, whole[: at - size], token)
 
 
-def stop_ids(tokenizer: Any, listed: Any, template: Mapping[str, Any] | None = None) -> set[int]:
+def stop_ids(tokenizer: Any, listed: Any, end: TemplateEnd) -> set[int]:
     """The ids that end an answer. ``listed``: a model's own, as its config or transformers' GenerationConfig has them,
-    or None."""
+    or None; ``end``: the chat template's."""
     own = getattr(listed, "eos_token_id", None)
     ends = own if isinstance(own, list) else [own]
-    return {int(i) for i in (*ends, tokenizer.eos_token_id, template_end(tokenizer, template).token) if i is not None}
+    return {int(i) for i in (*ends, tokenizer.eos_token_id, end.token) if i is not None}
 
 
 def listed_ends(path: str) -> Any:

@@ -179,7 +179,7 @@ class Tokenizer:
     @cached_property
     def stop_ids(self) -> set[int]:
         """The ids that end an answer: of the tokenizer, of the chat template, and of the model's own list."""
-        return stop_ids(self._tokenizer, listed_ends(self._path), self._template)
+        return stop_ids(self._tokenizer, listed_ends(self._path), self._end)
 
     def _render(self, messages: Sequence[Message], asks: bool) -> str:
         """A chat as text, up to its end, or up to where the next answer begins."""
