@@ -7,7 +7,7 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -37,6 +37,8 @@ class Toolbox:
     config: ToolsConfig
     schemas: list[dict[str, Any]] = field(default_factory=list)
     """As chat templates want them."""
+    arguments: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The JSON schema of each one's arguments, by its name."""
     tools: dict[str, Callable[..., Any] | Remote] = field(default_factory=dict)
     """By the names that the policy knows."""
     servers: list[McpServer] = field(default_factory=list)
@@ -56,6 +58,7 @@ class Toolbox:
                 f"which it means; {way_out}"
             )
         self._written[name], self.tools[name] = written, tool
+        self.arguments[name] = about.get("parameters", {})
         self.schemas.append({"type": "function", "function": about})
 
 

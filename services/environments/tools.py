@@ -49,8 +49,6 @@ class Tools:
     def __init__(self, functions: Sequence[str] = (), **options: Any) -> None:
         self._box = toolbox(json.dumps({"functions": list(functions), **options}))
         self.tools = self._box.schemas
-        told = (schema["function"] for schema in self.tools)
-        self._schemas = {about["name"]: about.get("parameters", {}) for about in told}
         self._own: dict[int, McpServer] = {}
         """Servers of this trajectory alone, by their place in the config."""
         self._one_program = asyncio.Lock()
@@ -58,7 +56,7 @@ class Tools:
 
     async def step(self, answer: str) -> Turn:
         """See docs/environments.md."""
-        calls = calls_in(answer, self._box.config.tool_calls, self._schemas)
+        calls = calls_in(answer, self._box.config.tool_calls, self._box.arguments)
         if not calls:
             return Turn(done=True)
         most, longest = self._box.config.calls, self._box.config.longest
