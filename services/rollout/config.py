@@ -229,6 +229,11 @@ class RolloutConfig(Section):
     """Groups that one rollout holds at most, e.g. ``64``; 0: as many as fit the engine, and half as many again in its
     queue."""
 
+    timeout_s: float = Field(900.0, gt=0)
+    """Seconds. A rollout whose engine or environment has not come back for so long is ended; its log says where it was,
+    what it was at is given to others, and it is started again, e.g. ``120`` on a GPU, where a step takes less than a
+    second."""
+
     @property
     def all_given(self) -> bool:
         """Nothing is sampled for training."""

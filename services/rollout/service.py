@@ -49,6 +49,7 @@ from penstock.services.runtime.device_turn import LOOK_S, Guest, GuestsTurn
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.outbox import DURABLE_DEADLINE_S, Answered, Outbox, answer_of, key_of
 from penstock.services.runtime.plugins import load_plugin
+from penstock.services.runtime.watchdog import ended_if_hung
 from penstock.services.turns.tokenizer import Tokenizer
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.receiver.canary import CanaryError, check_canary
@@ -128,14 +129,15 @@ class Rollout:
     def run(self) -> str:
         """Generates until it is told to stop."""
         try:
-            return self._run()
+            self.actor.join()
+            self._outbox.joined()
+            with ended_if_hung(self.actor.context.name, self._config.timeout_s, "rollout.timeout_s"):
+                return self._run()
         finally:  # an engine's own processes end before this one's last words
             self._maker.close()
             self.engine.close()
 
     def _run(self) -> str:
-        self.actor.join()
-        self._outbox.joined()
         reason: str | None = None
         while reason is None:
             health.beat()

@@ -9,7 +9,6 @@ class Surprise:                                   # scorers: {surprise: {scorer:
 
 from __future__ import annotations
 
-import faulthandler
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -148,11 +147,7 @@ class CustomScorer:
         getattr(self._scorer, "close", lambda: None)()
 
     def _score(self, task: ScoringTask) -> dict[str, np.ndarray]:
-        faulthandler.dump_traceback_later(self._config.timeout_s, exit=True)
-        try:
-            found = self._scorer.score_group(task.group, task.columns)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+        found = self._scorer.score_group(task.group, task.columns)
         if not isinstance(found, dict) or not found.keys() >= set(task.wanted):
             raise ColumnError(f"score_group returned {type(found).__name__} without {', '.join(task.wanted)}")
         trajectories = task.group.trajectories
@@ -165,4 +160,6 @@ class CustomScorer:
 
 def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:
     """The actor, for a run's whole config."""
-    return ScorerActor(kind, context, CustomScorer(config.scorers[kind], kind))
+    scorer = config.scorers[kind]
+    hung = {"hung_s": scorer.timeout_s, "hung_key": f"scorers.{kind}.timeout_s"}
+    return ScorerActor(kind, context, CustomScorer(scorer, kind), **hung)

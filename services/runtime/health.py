@@ -14,11 +14,18 @@ EVERY_S = 1.0
 
 _path = Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
 _at = 0.0
+_turns = 0
 
 
 def beat() -> None:
     """Called by the main loop, as often as it likes."""
-    global _at
+    global _at, _turns
+    _turns += 1
     if _path and time.monotonic() - _at >= EVERY_S:
         _at = time.monotonic()
         _path.touch()
+
+
+def turns() -> int:
+    """How often it was called: a main loop that turns is one that does not hang."""
+    return _turns

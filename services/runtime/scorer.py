@@ -26,10 +26,13 @@ from penstock.protocols.packed_groups import unpack_group
 from penstock.protocols.wire import WireError
 from penstock.services.runtime.actor import Actor, ActorContext
 from penstock.services.runtime.device_turn import LOOK_S, Guest
+from penstock.services.runtime.watchdog import ended_if_hung
 
 log = structlog.get_logger()
 
 ANSWER_DEADLINE_S = 120.0
+HUNG_S = 1800.0
+"""A scorer that has not come back for so long is ended; far more than any computes, or reads a model from files."""
 NOTHING = np.zeros(0, np.float32)
 
 Key = tuple[Purpose, int]
@@ -90,10 +93,20 @@ class _Durable:
 class ScorerActor:
     """One process of a scorer. `run` returns the reason it ended for."""
 
-    def __init__(self, kind: str, context: ActorContext, scorer: Scorer, guest: Guest | None = None) -> None:
-        """``guest``: on the trainer's device, where it scores while that does not work."""
+    def __init__(
+        self,
+        kind: str,
+        context: ActorContext,
+        scorer: Scorer,
+        guest: Guest | None = None,
+        hung_s: float = HUNG_S,
+        hung_key: str = "",
+    ) -> None:
+        """``guest``: on the trainer's device, where it scores while that does not work. ``hung_s``: a scorer that has
+        not come back for so long is ended; ``hung_key`` is the config's key of it, where there is one."""
         self.actor = Actor(kind, context)
         self._scorer, self._guest = scorer, guest
+        self._hung_s, self._hung_key = hung_s, hung_key
         self._waiting: list[WorkItem] = []
         """What has come in, and is not begun: it may be asleep."""
         self._left: Sequence[ScoringTask] = ()
@@ -108,11 +121,11 @@ class ScorerActor:
         self.actor.join()
         self._forget_credit()
         try:
-            while True:
-                reason = self._turn()
-                if reason is not None:
-                    self.actor.leave(reason)
-                    return reason
+            with ended_if_hung(self.actor.context.name, self._hung_s, self._hung_key):
+                while (reason := self._turn()) is None:
+                    pass
+            self.actor.leave(reason)
+            return reason
         finally:
             self._scorer.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from penstock.services.trainer.algorithms.losses.ppo_clip import ppo_clip
 
 
 class Surprise:
-    """How unlikely the policy found each token, times a scale. Notes every group that it was asked about, and dies at
-    the ones that it is told to, once each."""
+    """How unlikely the policy found each token, times a scale. Notes every group that it was asked about, and dies or
+    hangs at the ones that it is told to, once each."""
 
-    def __init__(self, notes: str, scale: float = 1.0, dies_at: tuple[int, ...] = ()) -> None:
-        self._notes, self._scale, self._dies_at = Path(notes), scale, dies_at
+    def __init__(
+        self, notes: str, scale: float = 1.0, dies_at: tuple[int, ...] = (), hangs_at: tuple[int, ...] = ()
+    ) -> None:
+        self._notes, self._scale, self._dies_at, self._hangs_at = Path(notes), scale, dies_at, hangs_at
 
     def score_group(self, group: Group, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         tokens = sum(len(t.tokens) for t in group.trajectories)
@@ -29,6 +32,8 @@ class Surprise:
             file.write(f"{group.number}\n")
         if group.number in self._dies_at and str(group.number) not in seen:
             os.kill(os.getpid(), signal.SIGKILL)
+        if group.number in self._hangs_at and str(group.number) not in seen:
+            time.sleep(600)
         return {"surprise": -self._scale * np.concatenate([t.logprobs for t in group.trajectories])}
 
 

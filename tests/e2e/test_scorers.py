@@ -20,9 +20,9 @@ from tests.e2e.runs import QUICKSTART, SHORT, WHOLE, Run, check_promises
 
 
 def scorer(folder: Path, **more: str) -> list[str]:
-    options = f"{{notes: {folder / 'notes'}, scale: 2.0, dies_at: [3, 17]}}"
+    options = f"timeout_s: 4, options: {{notes: {folder / 'notes'}, scale: 2.0, dies_at: [3], hangs_at: [17]}}"
     written = "{surprise: token}"
-    made = f"{{scorer: 'tests.e2e.scorers:Surprise', columns: {written}, reads: [reference], options: {options}}}"
+    made = f"{{scorer: 'tests.e2e.scorers:Surprise', columns: {written}, reads: [reference], {options}}}"
     loss = "{type: custom, function: 'tests.e2e.scorers:surprised_loss', columns: [surprise, reward/exact_match]}"
     watched = "{function: 'tests.e2e.scorers:watched', weight: 0, columns: [surprise, reward/exact_match]}"
     return [
@@ -32,7 +32,7 @@ def scorer(folder: Path, **more: str) -> list[str]:
     ]
 
 
-def test_a_scorer_of_the_tests_joins_a_run_is_killed_twice_and_its_column_arrives_once(tmp_path: Path) -> None:
+def test_a_scorer_of_the_tests_joins_a_run_is_killed_hangs_and_its_column_arrives_once(tmp_path: Path) -> None:
     run = Run(tmp_path, [*WHOLE, *scorer(tmp_path), "trainer.checkpoint.every=2", "prompts.eval=null"])
     summary = run.wait()
     check_promises(summary)
@@ -53,7 +53,9 @@ def test_a_scorer_of_the_tests_joins_a_run_is_killed_twice_and_its_column_arrive
             assert np.array_equal(taken.columns["reward"], taken.columns["reward/exact_match"])
     assert trained == 6 * 8
     asked = (tmp_path / "notes").read_text().split()
-    assert asked.count("3") > 1 and asked.count("17") > 1  # it died there, and was asked again
+    assert asked.count("3") > 1 and asked.count("17") > 1  # there it died and hung, and was asked again
+    log = (run.folder / "logs" / "surprise-0.stderr").read_text()
+    assert "(scorers.surprise.timeout_s)" in log and "in score_group" in log
     rows = steps_of(run.folder)
     assert all(
         row["seen_surprise"] > 0 and row["surprise_off"] < 1e-5 and row["surprise"] > 0 and "reward/watched" in row

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -236,24 +234,3 @@ def test_a_group_with_ids_that_the_reference_does_not_know_costs_itself_alone(tm
     assert said.keys() == {0, 1, 2} and not said[0] and not said[2]
     assert "is beyond the model's vocabulary" in said[1]
     assert not reference.score(tasks[1:2], answer), "also where there is no other"
-
-
-HANGS = """
-import time
-from types import SimpleNamespace
-from penstock.services.runtime.custom_scorer import CustomScorer, ScorerConfig
-
-class Hangs:
-    def score_group(self, group, columns):
-        time.sleep(60)
-
-import sys
-sys.modules["mine"] = SimpleNamespace(Hangs=Hangs)
-config = ScorerConfig(scorer="mine:Hangs", columns={"x": "token"}, timeout_s=0.5)
-CustomScorer(config, "x")._score(SimpleNamespace(group=None, columns={}, wanted=("x",)))
-"""
-
-
-def test_a_class_that_hangs_ends_its_process_which_says_where_it_was() -> None:
-    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "Timeout" in done.stderr and "in score_group" in done.stderr
