@@ -119,7 +119,7 @@ class Handlers:
         if state.settings.agents:
             kinds.add("gateway")
         try:
-            older = state.members.join(identity, hello, clock.now(), kinds)
+            older = state.members.join(identity, hello, clock.now(), kinds, state.settings.learners)
         except MembershipError as error:
             state.router.send(identity, m.Refused(code="not_allowed", reason=reason_of(error)), request)
             return

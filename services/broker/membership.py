@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Collection, Iterator, Set
 from dataclasses import dataclass, field
 
 from penstock.protocols.mailbox import is_yet_to_come
@@ -82,9 +82,12 @@ class Members:
         """The live members of a kind."""
         return [member for member in self._by_identity.values() if member.kind == kind]
 
-    def join(self, identity: str, hello: Hello, now: float, kinds: Set[str]) -> Member | None:
-        """Admits ``identity``, where it is of one of these ``kinds``; returns the older incarnation that it replaces,
-        or its own former membership: one that says hello again may have missed anything, and starts from nothing."""
+    def join(
+        self, identity: str, hello: Hello, now: float, kinds: Set[str], single: Collection[str] = ()
+    ) -> Member | None:
+        """Admits ``identity``, where it is of one of these ``kinds``, of which some are ``single``: a run has one of
+        it, which is called by its kind. Returns the older incarnation that it replaces, or its own former membership:
+        one that says hello again may have missed anything, and starts from nothing."""
         name, _, incarnation = identity.rpartition("#")
         if hello.name != name:
             raise MembershipError(f"{identity} says hello as {hello.name!r}")
@@ -92,6 +95,11 @@ class Members:
             raise MembershipError(
                 f"{hello.kind!r} is no actor of this run; it has {', '.join(sorted(kinds))}: was it started with the "
                 "run's own config?"
+            )
+        if hello.kind in single and name != hello.kind:
+            raise MembershipError(
+                f"a run has one {hello.kind}, which is called {hello.kind}, and not {name}: leave --name out; the newer "
+                "of two takes the older one's place"
             )
         older = next((m for m in self if m.name == name), None)
         if older:

@@ -370,6 +370,13 @@ def test_an_actor_that_the_run_has_not_is_refused(stage: Stage) -> None:
     box.close()
 
 
+def test_a_second_trainer_of_another_name_is_refused_and_one_of_its_own_name_takes_its_place(stage: Stage) -> None:
+    box = Mailbox(stage.broker.address, "trainer-b#1")
+    with pytest.raises(RefusedError, match="a run has one trainer, which is called trainer, and not trainer-b"):
+        box.ask(m.Hello(kind="trainer", name="trainer-b", host="", pid=1), 5)
+    box.close()
+
+
 def test_a_group_that_may_kill_its_rollouts_is_given_alone_and_then_dropped(stage: Stage) -> None:
     held = stage.rollout(incarnation="1").leases(2 * B)
     stage.rollout(incarnation="2").leases(2 * B)
