@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
-from penstock.protocols.experience import Prompt
+from penstock.protocols.experience import Finish, Prompt
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.environments.sessions import LOST
 from penstock.services.user_processes.work_queue import WorkerQueue
@@ -58,9 +58,9 @@ class EnvironmentPool:
         self._open.add(session)
         self._call("reset", session, prompt.model_dump(), answered)
 
-    def step(self, session: int, answer: str, answered: Answered) -> None:
-        """Tells it what the policy said."""
-        self._call("step", session, answer, answered)
+    def step(self, session: int, answer: str, answered: Answered, finish: Finish = "stop") -> None:
+        """Tells it what the policy said, and how that ended."""
+        self._call("step", session, {"answer": answer, "finish_reason": finish}, answered)
 
     def end(self, session: int) -> None:
         """Forgets it."""

@@ -33,6 +33,7 @@ class Sessions:
         methods = (getattr(self._make, name, None) for name in ("reset", "step", "close"))
         self.is_async = any(inspect.iscoroutinefunction(method) for method in methods)
         self.timeout_s, self._options = program["timeout_s"], program["options"]
+        self._tells_finish = "finish_reason" in inspect.signature(self._make.step).parameters
         self._open: dict[int, Any] = {}
 
     def start(self, arguments: dict[str, Any]) -> Any:
@@ -63,7 +64,8 @@ class Sessions:
         if made is None:
             return LOST, {LOST: True}, None
         if op == "step":
-            return op, made.step(given), made
+            finish = {"finish_reason": given["finish_reason"]} if self._tells_finish else {}
+            return op, made.step(given["answer"], **finish), made
         del self._open[session]
         return op, getattr(made, "close", lambda: None)(), made
 

@@ -58,8 +58,8 @@ class OwnPlayer:
             reply = await said_to(session, messages, tools)
             if reply is None:
                 return Played(rewards, {"turns": float(turn - 1)})
-            answer = as_said(reply)
-            found = await _asked(lambda answered, answer=answer: self._pool.step(number, answer, answered))  # type: ignore[misc]
+            said = as_said(reply), reply.finish
+            found = await _asked(lambda answered, said=said: self._pool.step(number, said[0], answered, said[1]))  # type: ignore[misc]
             rewards += found["reward"]
             if found["done"]:
                 break

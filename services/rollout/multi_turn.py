@@ -134,7 +134,7 @@ class MultiTurn:
         session.parts.append(result)
         session.answered = len(session.pictures)
         answer = self._text.decode([result.tokens.tolist()])[0]
-        self._pool.step(session.number, answer, self._hear(session, "step"))
+        self._pool.step(session.number, answer, self._hear(session, "step"), result.finish)
         return None
 
     def heard(self, event: object) -> Made | None:

@@ -25,6 +25,17 @@ class Counting:
         return penstock.Turn(f"turn {self._said}=", reward=0.5 * self._said, done=self._said == self._turns)
 
 
+class Told:
+    """Gives 1 for each turn that was cut off; over after three."""
+
+    def __init__(self) -> None:
+        self._turns = 0
+
+    def step(self, answer: str, finish_reason: str) -> penstock.Turn:
+        self._turns += 1
+        return penstock.Turn("on=", reward=float(finish_reason == "length"), done=self._turns == 3)
+
+
 class Misbehaving:
     """Does what it is told; ``late``: in its second turn."""
 

@@ -142,6 +142,16 @@ def test_it_ends_where_turns_or_room_do(table: Any) -> None:
         assert trajectory.loss_mask[-1] == 1, "an observation that nobody answers is left out"
 
 
+def test_a_step_that_asks_is_told_whether_the_answer_was_cut_off(table: Any) -> None:
+    at, seen = table(**COUNTING | {"environment": "tests.environments.games:Told"}), set()
+    for trajectory in group(at.play(lease(n=16, new=6))[0]).trajectories:
+        ends = np.flatnonzero(np.diff(np.concatenate([trajectory.loss_mask, [0]])) == -1)
+        cut = [float(trajectory.tokens[end] not in at.text.stop_ids) for end in ends]
+        assert trajectory.rewards[ends].tolist() == cut
+        seen.update(cut)
+    assert seen == {0.0, 1.0}
+
+
 def test_a_greedy_baseline_is_one_more_and_says_so(table: Any) -> None:
     found = group(table(**COUNTING).play(lease(greedy_baseline=True))[0]).trajectories
     assert [t.greedy for t in found] == [False] * 3 + [True]
