@@ -29,7 +29,7 @@ from penstock.services.runtime.actor import ActorContext, on_stop
 from penstock.services.runtime.address import interface_of, own_address, own_endpoint
 from penstock.services.runtime.errors import EXIT_SETUP, SetupError
 from penstock.services.runtime.files import write_whole
-from penstock.services.runtime.gpus import visible_gpus
+from penstock.services.runtime.gpus import ALLOCATOR, GROWS, visible_gpus
 from penstock.services.runtime.processes import raise_file_limit
 from penstock.services.runtime.registry import ActorSpec
 
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from penstock.services.broker.state import BrokerSettings
 
 log = structlog.get_logger()
-
-ALLOCATOR = "PYTORCH_ALLOC_CONF"
-"""How torch keeps a GPU's memory; what the user has said of that stays."""
 
 
 def serve(
@@ -153,8 +150,9 @@ def environment(spec: ActorSpec, config: Config) -> dict[str, str]:
     threads = str(spec.threads(config))
     found = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
     found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as the driver numbers GPUs, and so what we give out
-    if (spec.learns or spec.kind == "reference") and not os.environ.keys() & {ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF"}:
-        found[ALLOCATOR] = "expandable_segments:True"  # micro-batches are of many sizes
+    told = not os.environ.keys().isdisjoint(ALLOCATOR)  # what the user has said stays
+    if (spec.learns or spec.kind == "reference") and not told:
+        found[ALLOCATOR[0]] = GROWS
     if config.run.deterministic and visible_gpus():
         found |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "VLLM_BATCH_INVARIANT": "1"}
     return found

@@ -98,8 +98,8 @@ class Members:
             )
         if hello.kind in single and name != hello.kind:
             raise MembershipError(
-                f"a run has one {hello.kind}, which is called {hello.kind}, and not {name}: leave --name out; the newer "
-                "of two takes the older one's place"
+                f"a run has one {hello.kind}, which is called {hello.kind}, and not {name}: leave --name out; "
+                "the newer of two takes the older one's place"
             )
         older = next((m for m in self if m.name == name), None)
         if older:

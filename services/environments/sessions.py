@@ -27,13 +27,14 @@ class Sessions:
         self._make = load_plugin(program["function"], f"{program['key']}.environment")
         if not inspect.isclass(self._make):
             raise ValueError(f"{self._where} is a {type(self._make).__name__}; it must be a class")
-        if not callable(getattr(self._make, "step", None)):
+        step = getattr(self._make, "step", None)
+        if not callable(step):
             raise ValueError(f"{self._where} has no method step(answer)")
         _check_options(self._where, self._make, program["options"])
         methods = (getattr(self._make, name, None) for name in ("reset", "step", "close"))
         self.is_async = any(inspect.iscoroutinefunction(method) for method in methods)
         self.timeout_s, self._options = program["timeout_s"], program["options"]
-        self._tells_finish = "finish_reason" in inspect.signature(self._make.step).parameters
+        self._tells_finish = "finish_reason" in inspect.signature(step).parameters
         self._open: dict[int, Any] = {}
 
     def start(self, arguments: dict[str, Any]) -> Any:

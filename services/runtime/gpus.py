@@ -16,6 +16,10 @@ import pynvml  # type: ignore[import-untyped]
 from penstock.services.runtime.errors import SetupError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""How torch keeps a GPU's memory: the variable's name, and its older one."""
+GROWS = "expandable_segments:True"
+"""For micro-batches of many sizes."""
 GIB = float(1 << 30)
 HIDE = f"or set {VISIBLE}= (empty) to compute on the CPU"
 

@@ -9,11 +9,9 @@ from contextlib import contextmanager
 import torch
 
 from penstock.protocols.versions import CudaIpcRoute
+from penstock.services.runtime.gpus import ALLOCATOR, GROWS
 from penstock.services.weights.queues import Queue
 from penstock.services.weights.transports import cuda_ipc
-
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-GROWS = "expandable_segments:True"
 
 
 class GpuCopies:
