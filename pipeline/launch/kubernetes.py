@@ -17,8 +17,8 @@ import yaml
 
 from penstock.pipeline.config import Config, ConfigError, dump
 from penstock.pipeline.config.passwords import HIDDEN
-from penstock.pipeline.launch.parts import PATIENCE_S, Part, actors_in, head_arguments, member_arguments
-from penstock.pipeline.resources.host import PROCESS_GIB, SHM, SPARE, HostNeeds, host_needs
+from penstock.pipeline.launch.parts import PATIENCE_S, TAKEOVER_S, Part, head_arguments, member_arguments
+from penstock.pipeline.resources.host import SHM, host_needs
 from penstock.services.runtime import registry
 
 Manifest = dict[str, Any]
@@ -29,6 +29,8 @@ USER = 10001
 """Of our images."""
 HEAD_GRACE_S, GRACE_S = 180, 60
 """From SIGTERM to SIGKILL: the step in hand and a checkpoint of it; what is finished becomes durable."""
+RESTARTS = 50
+"""Of one pod in a run's whole life: each eviction or preemption is one, too."""
 NODE_GONE_S = 30
 """A pod on a node that does not answer is given up after this."""
 LEAST_SHM = "8g"
@@ -129,15 +131,15 @@ def _objects(config: Config, parts: list[Part], options: Options) -> Iterator[Ma
         yield _metrics(options)
     for part in parts:
         if part.kind == "head":
-            yield _job(options, part.kind, _head(config, options, part, needs, shm), HEAD_GRACE_S, backoffLimit=50)
+            yield _job(options, part.kind, _head(options, part, shm), HEAD_GRACE_S, backoffLimit=RESTARTS)
         elif part.kind == "rollout" and options.autoscale:
-            pod = [_waiting(options, shm), _member(config, options, part, needs, shm)]
+            pod = [_waiting(options, shm), _member(options, part, shm)]
             yield _deployment(options, _pod(options, part.kind, pod, GRACE_S, "Always"))
             yield _scaled(config, options, part)
         else:
             grace_s = max(GRACE_S, round(registry.actors(config)[part.kind].grace_s) + 30)
-            pod = [_waiting(options, shm), _member(config, options, part, needs, shm)]
-            yield _job(options, part.kind, pod, grace_s, parallelism=part.tasks, backoffLimit=6 * part.tasks)
+            pod, restarts = [_waiting(options, shm), _member(options, part, shm)], RESTARTS * part.tasks
+            yield _job(options, part.kind, pod, grace_s, parallelism=part.tasks, backoffLimit=restarts)
 
 
 def _labels(options: Options, kind: str | None = None) -> dict[str, str]:
@@ -274,12 +276,12 @@ def _pod(options: Options, kind: str, containers: list[Manifest], grace_s: int, 
     return {"metadata": {"labels": _labels(options, kind)}, "spec": spec}
 
 
-def _head(config: Config, options: Options, part: Part, needs: HostNeeds | None, shm: str) -> list[Manifest]:
+def _head(options: Options, part: Part, shm: str) -> list[Manifest]:
     prepare = _container(options, "prepare", ["prepare", "/config/config.yaml", "--folder", options.folder], shm)
     command = [*head_arguments(options.folder), f"broker.bind=tcp://$(POD_IP):{BROKER_PORT}", "weights.host=$(POD_IP)"]
     if options.autoscale:
         command.append(f"run.prometheus=0.0.0.0:{METRICS_PORT}")
-    return [prepare, _container(options, "run", command, shm) | {"resources": _resources(config, part, needs)}]
+    return [prepare, _container(options, "run", command, shm) | {"resources": _resources(part)}]
 
 
 def _waiting(options: Options, shm: str) -> Manifest:
@@ -289,9 +291,10 @@ def _waiting(options: Options, shm: str) -> Manifest:
     return _container(options, "wait", [], shm) | {"command": ["sh", "-c", script]}
 
 
-def _member(config: Config, options: Options, part: Part, needs: HostNeeds | None, shm: str) -> Manifest:
-    command = [*member_arguments(options.folder, part, "$(POD_NAME)"), "weights.host=$(POD_IP)"]
-    return _container(options, _dashed(part.kind), command, shm) | {"resources": _resources(config, part, needs)}
+def _member(options: Options, part: Part, shm: str) -> Manifest:
+    command = [*member_arguments(options.folder, part, "$(POD_NAME)"), "--failed-patience", str(TAKEOVER_S)]
+    command.append("weights.host=$(POD_IP)")
+    return _container(options, _dashed(part.kind), command, shm) | {"resources": _resources(part)}
 
 
 def _container(options: Options, name: str, arguments: list[str], shm: str) -> Manifest:
@@ -322,15 +325,9 @@ def _container(options: Options, name: str, arguments: list[str], shm: str) -> M
     }
 
 
-def _resources(config: Config, part: Part, needs: HostNeeds | None) -> Manifest:
+def _resources(part: Part) -> Manifest:
     """CPUs and memory are asked for, GPUs are given whole."""
-    requests = {"cpu": str(part.cpus)}
-    if needs:
-        actors, gib = actors_in(config, part), PROCESS_GIB * max(1, part.processes)
-        gib += sum(count * needs.beside(kind, config) for kind, count in actors.items())
-        if "trainer" in actors:
-            ranks = config.trainer.ranks // config.trainer.nodes  # of them the processes are counted already
-            gib += needs.trainer_node(config, ranks) - PROCESS_GIB * ranks
-        requests["memory"] = f"{round(SPARE * gib + 0.5)}Gi"
+    memory = {"memory": f"{part.memory_gib}Gi"} if part.memory_gib else {}
+    requests = {"cpu": str(part.cpus), **memory}
     gpus = {"limits": {"nvidia.com/gpu": part.gpus}} if part.gpus else {}
     return {"requests": requests, **gpus}

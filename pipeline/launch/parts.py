@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.pipeline.config import Config, ConfigError
 from penstock.pipeline.resources.gpus import gpus_of_programs
+from penstock.pipeline.resources.host import PROCESS_GIB, SPARE, HostNeeds, host_needs
 from penstock.pipeline.resources.placement import joining_guests, seated
+from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.runtime.registry import ActorSpec
 
@@ -17,6 +19,10 @@ PATIENCE_S = 3600
 """Those that join wait so long for a run that waits for a machine."""
 HEAD_CPUS = 1
 """Beside those of the processes that compute: supervisor, broker, Redis, rewards that wait."""
+VLLM_CPUS = 2
+"""Of a vLLM engine beside one for each of its GPUs: its API and its core, which is a busy loop (vLLM's own advice)."""
+GPU_CPUS = 2
+"""Of another process that works a GPU: one that gives it work, and one for its gradients, copies and weights."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,8 @@ class Part:
     """That compute, in each task."""
     fixed: bool = False
     """There can be no more tasks of it."""
+    memory_gib: int | None = None
+    """Of the machine's, for each task; None: the model's sizes are not known."""
 
     @property
     def words(self) -> str:
@@ -50,8 +58,8 @@ def parts_of(config: Config, with_gpus: bool, each: int = 1) -> list[Part]:
     these would be more than the config says."""
     head = [(spec, len(spec.names(config))) for spec in registry.started_here(config)]
     gpus = (sum(count * spec.gpus(config) for spec, count in head) + gpus_of_programs(config)) * with_gpus
-    cpus = HEAD_CPUS + sum(count * _cpus(spec, config) for spec, count in head)
-    found = [Part("head", 1, 1, gpus, cpus, sum(count * spec.ranks(config) for spec, count in head))]
+    cpus = HEAD_CPUS + sum(count * _cpus(spec, config, with_gpus) for spec, count in head)
+    found = [Part("head", 1, 1, gpus, cpus, sum(count * _processes(spec, config) for spec, count in head))]
     specs, guests = registry.actors(config), joining_guests(config)
     for kind in dict.fromkeys(kind for kind in config.run.elsewhere if kind not in guests):
         spec, count = specs[kind], len(specs[kind].names(config))
@@ -63,15 +71,16 @@ def parts_of(config: Config, with_gpus: bool, each: int = 1) -> list[Part]:
             fit = ", ".join(str(number) for number in range(1, count + 1) if not count % number)
             raise ConfigError(f"--each: {each} does not divide {key}={count}; take one of {fit}, or another {key}")
         tasks = count // size * nodes
-        gpus, cpus = size * spec.gpus(config) * with_gpus // nodes, size * _cpus(spec, config) // nodes
-        processes = size * spec.ranks(config) // nodes
+        gpus, cpus = size * spec.gpus(config) * with_gpus // nodes, size * _cpus(spec, config, with_gpus) // nodes
+        processes = size * _processes(spec, config) // nodes
         if kind == "trainer":
-            cpus += sum(count * _cpus(specs[guest], config) for guest, count in guests.items())
-            processes += sum(guests.values())
+            cpus += sum(count * _cpus(specs[guest], config, with_gpus) for guest, count in guests.items())
+            processes += sum(count * _processes(specs[guest], config) for guest, count in guests.items())
             wanted = {f"{guest}-{i}": specs[guest].gpus(config) for guest, n in guests.items() for i in range(n)}
             seated(config, [str(gpu) for gpu in range(gpus)], wanted)  # now, not when a machine is there
         found.append(Part(kind, tasks, size, gpus, cpus, processes, fixed=spec.single))
-    return found
+    needs = host_needs(config)
+    return [replace(part, memory_gib=_memory_gib(config, part, needs)) for part in found] if needs else found
 
 
 def actors_in(config: Config, part: Part) -> dict[str, int]:
@@ -91,5 +100,24 @@ def member_arguments(folder: str, part: Part, name: str) -> list[str]:
     return ["join", folder, part.kind, "--count", str(part.each), "--patience", str(PATIENCE_S), "--name", name]
 
 
-def _cpus(spec: ActorSpec, config: Config) -> int:
-    return spec.threads(config) * spec.ranks(config)
+def _processes(spec: ActorSpec, config: Config) -> int:
+    """Of one actor: its ranks, and those that vLLM has for its GPUs, one for each."""
+    is_vllm = spec.kind == "rollout" and isinstance(config.rollout.engine, VllmEngineConfig)
+    return spec.ranks(config) + is_vllm * max(1, spec.gpus(config))
+
+
+def _cpus(spec: ActorSpec, config: Config, with_gpus: bool) -> int:
+    """Of one actor, all its ranks together."""
+    gpus, threads = spec.gpus(config) * with_gpus, spec.threads(config) * spec.ranks(config)
+    if spec.kind == "rollout" and isinstance(config.rollout.engine, VllmEngineConfig):
+        return max(threads, VLLM_CPUS + max(1, gpus))
+    return max(threads, GPU_CPUS * gpus)
+
+
+def _memory_gib(config: Config, part: Part, needs: HostNeeds) -> int:
+    actors, gib = actors_in(config, part), PROCESS_GIB * max(1, part.processes)
+    gib += sum(count * needs.beside(kind, config) for kind, count in actors.items())
+    if "trainer" in actors:
+        ranks = config.trainer.ranks // config.trainer.nodes  # of them the processes are counted already
+        gib += needs.trainer_node(config, ranks) - PROCESS_GIB * ranks
+    return round(SPARE * gib + 0.5)

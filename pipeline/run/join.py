@@ -40,11 +40,13 @@ OVER = ("done", "stopping")
 
 
 def join(
-    console: Console, folder: Path, kind: str, count: int | None, name: str, patience_s: float, overrides: list[str]
-) -> bool:
+    console: Console, folder: Path, kind: str, count: int | None, name: str, patience_s: float, overrides: list[str],
+    failed_patience_s: float = 0.0,
+) -> bool:  # fmt: skip
     """Runs ``count`` processes of ``kind`` (None: as many as this machine's GPUs take) until the run in ``folder`` is
     over; ``name`` tells them from other machines'. Returns whether it is: False where one of `ends` came first.
-    Raises `RunError` where the run has failed, or no broker of it answered for ``patience_s``, and `ConfigError`."""
+    Raises `RunError` where the run has failed and nobody goes on with it for ``failed_patience_s``, or no broker of it
+    answered for ``patience_s``; and `ConfigError`."""
     if not folder.is_dir():
         check_run(folder)
     if (folder / "config.yaml").is_file():
@@ -53,7 +55,7 @@ def join(
     interrupted: list[int] = []
     previous = {number: signal.signal(number, lambda n, _f: interrupted.append(n)) for number in ends()}
     try:
-        return _Join(console, folder, kind, count, name, patience_s, overrides, interrupted).run()
+        return _Join(console, folder, kind, count, name, patience_s, overrides, interrupted, failed_patience_s).run()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -76,9 +78,11 @@ class _Join:
         patience_s: float,
         overrides: list[str],
         interrupted: list[int],
+        failed_patience_s: float,
     ) -> None:
         self._console, self._folder, self._kind, self._count = console, folder, kind, count
         self._name, self._patience_s, self._overrides = name, patience_s, overrides
+        self._failed_patience_s = failed_patience_s
         self._interrupted = interrupted
         """Signals that came, one after the other."""
         self._other: client.AnotherRunError | None = None
@@ -104,10 +108,12 @@ class _Join:
 
     def _reach(self) -> Mailbox | None:
         """An observer's mailbox at a broker that is at work; None where the run is over, or we are told to leave."""
-        deadline, told = time.monotonic() + self._patience_s, False
+        begun, told = time.monotonic(), False
+        deadline = begun + self._patience_s
         while not self._interrupted:
             summary = came_to(self._folder)
-            if summary and summary["outcome"] != "interrupted":
+            again = summary and summary["outcome"] == "failed" and time.monotonic() < begun + self._failed_patience_s
+            if summary and summary["outcome"] != "interrupted" and not again:
                 return None
             if mailbox := self._answering():
                 return mailbox

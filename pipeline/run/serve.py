@@ -112,9 +112,9 @@ def _serve_member(
 def _launch_ranks(spec: ActorSpec, config: Config, folder: Path) -> int:
     """This machine's."""
     nodes, grace_s = spec.nodes(config), max(30, int(spec.grace_s))
+    host = _on_weight_network(config).weights.host if nodes > 1 or spec.kind == "trainer" else ""
     if nodes == 1:
         return torchrun.launch(spec.ranks(config), grace_s)
-    host = _on_weight_network(config).weights.host
     return torchrun.launch_spread(spec.kind, nodes, spec.ranks(config) // nodes, grace_s, folder, host)
 
 

@@ -55,6 +55,9 @@ def launch(count: int, grace_s: int) -> int:
     """Runs this very command as ``count`` ranks on this machine; returns the exit code of the rank that failed first,
     or 0; that of one which must not be started again goes before. Where one dies, torchrun ends the others. SIGTERM is
     handed on to them, and they have ``grace_s`` to leave."""
+    loopback = interface_of("127.0.0.1")  # by themselves they would listen where this host's name is
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")
     return _run(_config(count, grace_s))
 
 

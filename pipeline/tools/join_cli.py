@@ -34,6 +34,9 @@ def join(
     patience: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for the run's broker: to begin, or to be back.")
     ] = 300.0,
+    failed_patience: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for somebody to go on with a run that has failed.")
+    ] = 0.0,
 ) -> None:
     """Add this machine's processes to a run: rollouts, say. It ends with the run.
 
@@ -57,7 +60,7 @@ def join(
         overrides, actor = [actor, *(overrides or [])], "rollout"
     try:
         mine = name or f"{socket.gethostname()}-{os.getpid()}"
-        over = join_run(RunConsole(), named(run), actor, count, mine, patience, overrides or [])
+        over = join_run(RunConsole(), named(run), actor, count, mine, patience, overrides or [], failed_patience)
     except RunError as error:
         typer.echo(f"error: {visible(str(error))}\nlogs: {run / 'logs'}", err=True)
         raise typer.Exit(NOBODY if isinstance(error, NobodyError) else 1) from None

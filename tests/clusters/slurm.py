@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
-CPUS = 4
+CPUS, MEMORY_MB = 4, 64_000
 SILENT_S = 10
 """A node that is silent for so long is down."""
 
@@ -43,7 +43,8 @@ SlurmdTimeout={silent}
 KillWait=10
 ReturnToService=2
 SchedulerParameters=sched_interval=1,bf_interval=1
-NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port={first}-{last} CPUs={cpus} State=UNKNOWN
+NodeName=DEFAULT CPUs={cpus} RealMemory={memory} State=UNKNOWN
+NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port={first}-{last}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -76,6 +77,7 @@ class Slurm:
                 last=port + len(self._nodes),
                 nodes=len(self._nodes),
                 cpus=CPUS,
+                memory=MEMORY_MB,
                 silent=SILENT_S,
             )
         )

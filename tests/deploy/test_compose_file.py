@@ -55,6 +55,8 @@ def test_every_container_is_confined(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in SERVICES if kind(name) != "redis"])
 def test_whoever_may_open_a_gated_model_or_data_has_the_token(name: str) -> None:
     assert SERVICES[name]["environment"]["HF_TOKEN"] == "${HF_TOKEN:-}"
+    assert SERVICES[name]["env_file"] == [{"path": "${PENSTOCK_ENV:-penstock.env}", "required": False}]
+    assert "env_file" not in SERVICES["redis"], "which needs no secret"
 
 
 @pytest.mark.parametrize("name", SERVICES)

@@ -51,7 +51,7 @@ def test_the_head_has_what_is_not_elsewhere() -> None:
     config = spread(GRPO, "rollout.count=6", "trainer.ranks=2")
     head, rollouts = parts_of(config, with_gpus=True, each=2)
     assert (head.kind, head.tasks, head.gpus) == ("head", 1, 2 + config.reference.count)
-    assert (rollouts.tasks, rollouts.each, rollouts.gpus, rollouts.processes) == (3, 2, 2, 2)
+    assert (rollouts.tasks, rollouts.each, rollouts.gpus, rollouts.processes) == (3, 2, 2, 4)
     assert all(part.gpus == 0 for part in parts_of(config, with_gpus=False))
     both = spread(GRPO, "run.elsewhere=[rollout,trainer]", "trainer.ranks=2")
     assert [(part.kind, part.gpus) for part in parts_of(both, True)] == [("head", 1), ("rollout", 1), ("trainer", 2)]
@@ -78,7 +78,7 @@ def test_guests_come_with_the_trainers_machines() -> None:
     assert set(config.run.elsewhere) == {"trainer", "rollout", "reference"}
     head, trainer = parts_of(config, with_gpus=True)
     assert (head.gpus, trainer.kind, trainer.tasks, trainer.gpus) == (0, "trainer", 2, 8)
-    assert trainer.processes == 8 + 4 + 1 and trainer.cpus == 8 + 4 * 2 + 1
+    assert trainer.processes == 8 + 4 * 2 + 1 and trainer.cpus == 8 * 2 + 4 * (2 + 1) + 2
     assert joining_guests(config) == {"rollout": 4, "reference": 1}
     gpus = [str(i) for i in range(8)]
     assert seated(config, gpus, {"rollout-a-0": 4, "rollout-a-1": 4, "reference-a-0": 1}) == {
@@ -169,6 +169,18 @@ def test_a_slurm_script_asks_for_what_the_part_needs(tmp_path: Path) -> None:
         assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
 
 
+def test_vllm_has_cores_for_itself_and_a_job_the_memory_that_its_model_takes(tmp_path: Path) -> None:
+    config = spread(GRPO, "rollout.engine.vllm.tensor_parallel_size=2", "rollout.count=4")
+    head, rollout = parts_of(config, with_gpus=True)
+    assert rollout.cpus == 2 + 2 and head.cpus == 1 + 1 + 2 * 2, "reward, and trainer and reference with a GPU each"
+    assert rollout.memory_gib and head.memory_gib
+    made = slurm.scripts(tmp_path / "a", tmp_path, [head, rollout], [])
+    assert f"#SBATCH --mem={rollout.memory_gib}G" in made["slurm/rollout.sh"].splitlines()
+    for own in ("--mem-per-cpu=4G", "--account=lab --mem=0"):
+        made = slurm.scripts(tmp_path / "a", tmp_path, [head, rollout], [own])
+        assert f"--mem={rollout.memory_gib}G" not in made["slurm/rollout.sh"]
+
+
 def test_partitions_are_looked_at_wherever_they_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sinfo = tmp_path / "sinfo"
     sinfo.write_text("#!/bin/sh\necho 'gpu|gpu:a100:8'; echo 'gpu-large|gpu:h100:8'; echo 'cpu*|(null)'\n")
@@ -243,6 +255,7 @@ def test_manifests_are_valid_and_join_one_run() -> None:
     assert {kind for kind, _ in found} == {"ConfigMap", "PersistentVolumeClaim", "NetworkPolicy", "Job"}
     assert {item["metadata"]["namespace"] for item in found.values()} == {"rl"}
     head, rollout = found["Job", "penstock-first-head"]["spec"], found["Job", "penstock-first-rollout"]["spec"]
+    assert rollout["backoffLimit"] == 4 * head["backoffLimit"], "an eviction is a failure"
     assert rollout["parallelism"] == 4 and "completions" not in rollout  # one that ends well ends them all
     pod = head["template"]["spec"]
     assert pod["initContainers"][0]["args"] == ["prepare", "/config/config.yaml", "--folder", "/penstock/runs/first"]
@@ -286,7 +299,8 @@ def test_guests_memory_comes_on_top_of_the_trainers() -> None:
     plain, beside = (load(file, more) for more in ([], [*keys, "run.elsewhere=[trainer,rollout]"]))
     needs = host_needs(beside)
     assert needs and needs.resting
-    more = needs.resting / 2 + 2 * (needs.beside("rollout", beside) + PROCESS_GIB)
+    processes = 1 + registry.actors(beside)["rollout"].gpus(beside)
+    more = needs.resting / 2 + 2 * (needs.beside("rollout", beside) + processes * PROCESS_GIB)
     own = memory(objects(plain), "trainer")
     assert memory(objects(beside), "trainer") == pytest.approx(own + SPARE * more, abs=2)
 

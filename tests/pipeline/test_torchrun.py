@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, Rendezvou
 
 from penstock.pipeline.run.meeting import meeting
 from penstock.pipeline.run.rendezvous import NAME, Sealed, together
+from penstock.services.runtime.address import interface_of
 from penstock.services.weights.transports.broadcast_group import serve_store
 
 PROGRAM = """
@@ -54,6 +55,10 @@ def test_on_one_machine_no_other_one_is_listened_to() -> None:
             time.sleep(0.1)
         heard = [at.laddr.ip for at in agent.net_connections("inet") if at.status == psutil.CONN_LISTEN]
         assert heard == ["127.0.0.1"]
+        loopback = interface_of("127.0.0.1")
+        for rank in agent.children(recursive=True):
+            told = rank.environ()
+            assert (told["GLOO_SOCKET_IFNAME"], told["NCCL_SOCKET_IFNAME"]) == (loopback, f"={loopback}")
     finally:
         agent.terminate()
         agent.wait(30)
