@@ -4,18 +4,22 @@ matrices of a layer's experts are read as the one tensor that the model has of t
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from penstock.services.modeling.experts import counted, matrices_of
 from penstock.services.modeling.file_names import names_in_files
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PART_BYTES = 2 << 30
+"""So much of a model is copied at a time to be written."""
 
 
 class WeightFiles:
@@ -80,3 +84,35 @@ class WeightFiles:
         if name not in self._open:
             self._open[name] = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
         return self._open[name]
+
+
+def save_in_parts(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], part_bytes: int = PART_BYTES) -> None:
+    """``tensors``, by the files' own names, as a model's files in ``folder``: ``part_bytes`` of them are copied at a
+    time (one tensor at least), with an index where there are several."""
+    parts: list[list[str]] = []
+    held: dict[str, torch.Tensor] = {}
+
+    def write() -> None:
+        save_file(held, folder / f"part-{len(parts)}.safetensors", {"format": "pt"})
+        parts.append([*held])
+        held.clear()
+
+    size = 0
+    for name, tensor in tensors:
+        if held and size + tensor.nbytes > part_bytes:
+            write()
+            size = 0
+        # Cloned: safetensors refuses tensors that share memory, as those of one buffer do.
+        held[name], size = tensor.detach().clone(), size + tensor.nbytes
+    write()
+    names = {
+        name: f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
+        for number, part in enumerate(parts)
+        for name in part
+    }
+    if len(parts) == 1:
+        (folder / "part-0.safetensors").rename(folder / SINGLE)
+        return
+    for number, part in enumerate(parts):
+        (folder / f"part-{number}.safetensors").rename(folder / names[part[0]])
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))

@@ -191,6 +191,29 @@ def test_who_cannot_share_devices_is_named(overrides: list[str], message: str) -
     assert message in str(caught.value)
 
 
+def test_what_a_server_over_http_cannot_do_is_refused_at_the_start() -> None:
+    def load_with(options: str, *more: str, name: str = "openai") -> None:
+        engine = f"{{type: plugin, name: {name}, options: {{folder: v, {options}}}}}"
+        load(QUICKSTART, [f"rollout.engine={engine}", "rollout.count=1", *more])
+
+    one, two = "url: 'http://a'", "url: ['http://a', 'http://b']"
+    load_with(one)
+    load_with(two, "rollout.count=2")
+    evaluated = "prompts.eval_sampling={held_out: {temperature: 0.6, n: 2}}"
+    for options, more, message in (
+        (one, "rollout.count=2", "rollout.count=2: each rollout loads versions into a server of its own"),
+        (two, "rollout.count=3", "rollout.engine.options.url names 2; name as many"),
+        (one, "rollout.sampling.temperature=0.7", "rollout.sampling.temperature=0.7: the server reports"),
+        (one, evaluated, "prompts.eval_sampling.held_out.temperature=0.6: the server reports"),
+        (f"{one}, processed: true", "rollout.sampling.top_p=0.9", "rollout.sampling: a server that reports"),
+        (one, "rollout.sampling={candidates: true, top_k: 5}", "does not say which tokens its sampler kept"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_with(options, more)
+        assert message in str(caught.value)
+    load_with(one, "rollout.sampling.temperature=0.7", name="sglang")
+
+
 def test_an_engine_that_cannot_be_told_of_the_head_has_to_say_that_it_has_it() -> None:
     def engine(name: str, head: str | None) -> str:
         return f"rollout.engine={{type: plugin, name: '{name}', options: {{head_dtype: {head or 'null'}}}}}"

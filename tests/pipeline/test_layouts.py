@@ -50,7 +50,7 @@ def test_ranks_of_a_sequence_share_the_heads_that_tensor_parallelism_leaves(head
 @pytest.mark.parametrize(
     "forbids",
     ["weights.transport=nccl", "rollout.engine.start_s=1200",
-     "rollout.engine={type: plugin, name: sglang, options: {url: 'http://x', folder: /dev/shm/x}}"],
+     "rollout.engine={type: plugin, name: sglang, options: {url: [x, y, z], folder: /dev/shm/x}}"],
 )  # fmt: skip
 def test_nobody_shares_gpus_where_the_config_forbids_it(forbids: str) -> None:
     _, free = searched([ALONE], "8xH100")

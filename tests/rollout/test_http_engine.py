@@ -12,11 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from penstock.protocols.experience import Sampling
+from penstock.services.modeling.weight_files import WeightFiles, save_in_parts
 from penstock.services.rollout.engines.base import Completion, EngineError, Request
 from penstock.services.rollout.engines.http import engine as module
 from penstock.services.rollout.engines.http.openai import OpenAIEngine
+from penstock.services.runtime.errors import SetupError
 from tests.trainer.rank_program import a_model
 
 OWN, OURS = 7, 9
@@ -33,6 +36,9 @@ class Server(ThreadingHTTPServer):
     """Seconds that a prompt's answer takes, by its first token."""
     load_s = 0.0
     """Seconds that loading takes."""
+    broken = False
+    """It cannot load."""
+    paths: list[str]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -53,6 +59,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.paths.append(self.path)
+        if "collective_rpc" in self.path and self.server.broken:
+            self.say(500, {})
+            return
         if "collective_rpc" in self.path:
             time.sleep(self.server.load_s)
             self.server.loads += 1
@@ -69,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
 
 def serve(port: int = 0, load_s: float = 0.0) -> Server:
     server = Server(("127.0.0.1", port), Handler)
-    server.refusals, server.slow_s, server.load_s = [], {}, load_s
+    server.refusals, server.slow_s, server.load_s, server.paths = [], {}, load_s, []
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     return server
 
@@ -152,6 +162,61 @@ def test_a_server_may_have_been_started_again_while_nothing_was_asked_of_it(
     assert hear(engine)[0].tokens.tolist() == [OURS] and server.loads == 1, "it is busy, and is not asked again"
 
 
+def test_a_server_that_answers_whenever_it_is_looked_at_reads_nothing_again(
+    engine: OpenAIEngine, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "IDLE_S", 2.0)
+    monkeypatch.setattr(module, "WATCH_S", 0.1)
+    time.sleep(4.5)  # two seconds of which pass before it is looked at so often
+    send(engine, 0)
+    assert hear(engine)[0].tokens.tolist() == [OURS] and server.loads == 1
+
+
+def test_a_server_is_waited_for_and_is_one_rollouts_alone(tmp_path: Path) -> None:
+    model = a_model()
+    model.save_pretrained(tmp_path / "model")
+    port = end(serve())
+    options = {"url": f"http://127.0.0.1:{port}", "folder": str(tmp_path / "versions"), "max_length": 32}
+    with pytest.raises(EngineError, match=r"could not be reached at http.* \(options.url, options.start_s\)"):
+        OpenAIEngine(options | {"start_s": 0.5}, str(tmp_path / "model"), "float32", {0})
+    late: list[Server] = []
+    timer = threading.Timer(1.5, lambda: late.append(serve(port)))
+    timer.start()
+    first = OpenAIEngine(options, str(tmp_path / "model"), "float32", {0})
+    timer.join()
+    with pytest.raises(SetupError, match="another rollout has http://127.0.0.1"):
+        OpenAIEngine(options, str(tmp_path / "model"), "float32", {0})
+    other = serve()
+    both = [options["url"], f"http://127.0.0.1:{other.server_address[1]}"]
+    second = OpenAIEngine(options | {"url": both}, str(tmp_path / "model"), "float32", {0})
+    assert (first.url, second.url) == tuple(both)
+    for made in (first, second):
+        made.close()
+    for running in (late[0], other):
+        end(running)
+
+
+def test_a_server_that_was_paused_goes_on_where_a_version_cannot_be_loaded(
+    engine: OpenAIEngine, server: Server
+) -> None:
+    server.paths, server.broken = [], True
+    with pytest.raises(EngineError, match="could not load version 6 .*/collective_rpc answered 500"):
+        engine.swap(engine.prepare(dict(a_model().state_dict())), 6)
+    assert server.paths == ["/pause?mode=wait", "/collective_rpc", "/resume"]
+
+
+def test_a_large_version_is_written_in_parts(tmp_path: Path) -> None:
+    weights = dict(a_model().state_dict())
+    for part_bytes in (1 << 30, 4096):
+        (folder := tmp_path / str(part_bytes)).mkdir()
+        save_in_parts(folder, weights.items(), part_bytes)
+        with WeightFiles(folder) as files:
+            assert {*files.names} == weights.keys()
+            for name, tensor in weights.items():
+                assert torch.equal(files.block(name, tuple(slice(None) for _ in tensor.shape)), tensor)
+    assert len([*(tmp_path / "4096").glob("model-*-of-*.safetensors")]) > 3
+
+
 def test_a_version_that_cannot_be_written_leaves_the_one_that_serves(
     engine: OpenAIEngine, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +227,7 @@ def test_a_version_that_cannot_be_written_leaves_the_one_that_serves(
         for _ in range(3):
             with pytest.raises(OSError, match="no space"):
                 engine.prepare(weights)
-    assert folder and folder.is_dir() and [*folder.parent.iterdir()] == [folder]
+    assert folder and folder.is_dir() and [each for each in folder.parent.iterdir() if each.is_dir()] == [folder]
 
 
 def test_a_busy_server_keeps_its_version(engine: OpenAIEngine, server: Server) -> None:

@@ -7,6 +7,8 @@ version is loaded, what is in flight is waited for, and what comes meanwhile wai
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import hashlib
 import os
 import re
 import shutil
@@ -17,7 +19,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 import psutil
@@ -27,6 +29,7 @@ import torch
 from penstock.protocols.experience import Finish
 from penstock.services.modeling.experts import as_in_files
 from penstock.services.modeling.lengths import positions_of
+from penstock.services.modeling.weight_files import save_in_parts
 from penstock.services.rollout.config import HTTP_LENGTH
 from penstock.services.rollout.engines.asynchronous import AsyncEngine
 from penstock.services.rollout.engines.base import (
@@ -44,10 +47,13 @@ from penstock.services.weights.receiver.loader import MappedVersion
 log = structlog.get_logger()
 
 _OWNER = f"penstock-{socket.gethostname()}-"
-RETRIES = 3
-"""How often a request is sent again, with longer and longer pauses."""
-IDLE_S = 5.0
-"""After so long without a request nobody would have seen that the server went away and came back."""
+PAUSE_S = 10.0
+"""The longest pause before a request is sent again."""
+WATCH_S, IDLE_S = 2.0, 5.0
+"""A server of which nothing is wanted is looked at so often; and after so long without a word of it nobody would have
+seen that it went away and came back."""
+LOCK = "server-{}.lock"
+"""In the folder, one for each address: the rollout that has a server holds it."""
 DRAIN_POLL_S = 0.01
 KEPT = 2
 """Versions that stay in the folder: the one that serves, and the next one."""
@@ -65,8 +71,9 @@ class _Away(_Busy):
 class HttpOptions(Section):
     """``rollout.engine.options`` of engines over HTTP."""
 
-    url: str
-    """The server's address, e.g. http://127.0.0.1:8000."""
+    url: str | list[str]
+    """The server's address, e.g. http://127.0.0.1:8000; of several rollouts each has a server of its own:
+    ``[http://127.0.0.1:8000, http://127.0.0.1:8001]``."""
     folder: str
     """Versions are written here, for the server to read: shared memory on this host, or a file system of both."""
     max_sequences: int = 256
@@ -75,6 +82,8 @@ class HttpOptions(Section):
     """Longest prompt and response together, in tokens."""
     deadline_s: float = 60.0
     """For loading and scoring a version, and for a connection."""
+    start_s: float = 600.0
+    """A server that does not answer, or says that it is not ready, is waited for so long."""
     drain_s: float = 600.0
     """For one answer, and for everything in flight to end before a version is loaded."""
     head_dtype: Literal["float32"] | None = None
@@ -135,19 +144,53 @@ class HttpEngine(AsyncEngine):
             # In a container that was started again this process has the number of the one before it.
             if match and (int(match[1]) == os.getpid() or not psutil.pid_exists(int(match[1]))):
                 shutil.rmtree(left, ignore_errors=True)
+        self.url, self._lock = _claim(options.url, self._folder)
         key = os.environ.get(options.key_env) if options.key_env else None
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         most = options.max_sequences + 1  # one for scores: what waits for a version takes all others when it is there
         limits = httpx.Limits(max_connections=most, max_keepalive_connections=most)
         self._client = httpx.AsyncClient(
-            base_url=options.url, headers=headers, timeout=options.deadline_s, limits=limits, trust_env=False
+            base_url=self.url, headers=headers, timeout=options.deadline_s, limits=limits, trust_env=False
         )
         self._patient = httpx.Timeout(options.deadline_s, read=options.drain_s)
         """For answers, which take as long as they are."""
         self._gone: tuple[type[Exception], ...] = (httpx.TransportError, _Away)
         """After these it may be another one that answers, with the weights that it was started with."""
         self._passing: tuple[type[Exception], ...] = (*self._gone, _Busy)
-        self.call(self.hello(), options.deadline_s, f"be reached at {options.url} (options.url)")
+        within_s = options.start_s + options.deadline_s
+        try:
+            self.call(self._reach(), within_s, f"be reached at {self.url} (options.url, options.start_s)")
+        except BaseException:
+            self._lock.close()
+            raise
+        self._watching = self.spawn(self._watch())
+
+    async def _reach(self) -> None:
+        """`hello`, as soon as it answers."""
+        begun, said = time.monotonic(), False
+        while True:
+            try:
+                return await self.hello()
+            except self._passing as error:
+                if time.monotonic() - begun > self.options.start_s:
+                    raise
+                if not said:
+                    log.warning("waiting for the server", url=self.url, error=f"{type(error).__name__}: {error}")
+                said = True
+                await asyncio.sleep(1.0)
+
+    async def _watch(self) -> None:
+        """Nothing starts a model within `WATCH_S`: one that answers whenever it is looked at was never away."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self._flying or self._serving is None or time.monotonic() - self._quiet_since < WATCH_S:
+                continue
+            try:
+                await self.hello()
+            except Exception:  # what is asked of it next says what is wrong
+                self._doubted = True
+            else:
+                self._quiet_since = time.monotonic()
 
     @abstractmethod
     async def hello(self) -> None:
@@ -172,8 +215,6 @@ class HttpEngine(AsyncEngine):
 
     def prepare(self, weights: Mapping[str, torch.Tensor], memory: MappedVersion | None = None) -> Version:
         """See `base.Engine.prepare`: writes the version, in a folder of its own."""
-        from safetensors.torch import save_file
-
         refuse_partial(weights.keys())
         for old in self._written[: 1 - KEPT]:
             shutil.rmtree(old, ignore_errors=True)
@@ -183,9 +224,7 @@ class HttpEngine(AsyncEngine):
             for name in BESIDE:
                 if (self._model_path / name).is_file():
                     shutil.copyfile(self._model_path / name, folder / name)
-            # Cloned: safetensors refuses tensors that share memory, as those of one buffer do.
-            matrices = as_in_files(self._family, weights)
-            save_file({n: t.detach().clone() for n, t in matrices}, folder / "model.safetensors", {"format": "pt"})
+            save_in_parts(folder, as_in_files(self._family, weights))
         except BaseException:  # a disk that is full, say: the one that serves must stay
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -203,7 +242,7 @@ class HttpEngine(AsyncEngine):
     def swap(self, prepared: Version, version: int) -> None:
         """See `base.Engine.swap`. Waits until nothing is in flight; what was not sent yet waits for the version."""
         self.call(self._drain(), self.options.drain_s, "answer what is in flight (options.drain_s)")
-        self.call(self.load(prepared, version), self.options.deadline_s, f"load version {version}")
+        self.call(self.load(prepared, version), self.options.deadline_s, f"load version {version} (options.deadline_s)")
         self._serving, self._quiet_since, self._draining_since = prepared, time.monotonic(), None
         self._doubted = False
         self.serve(version)
@@ -227,7 +266,9 @@ class HttpEngine(AsyncEngine):
 
     def score(self, prepared: Version, tokens: np.ndarray) -> np.ndarray:
         """See `base.Engine.score`."""
-        found = self.call(self.score_tokens(tokens.tolist()), self.options.deadline_s, "score a sequence")
+        found = self.call(
+            self.score_tokens(tokens.tolist()), self.options.deadline_s, "score a sequence (options.deadline_s)"
+        )
         return np.array(found, np.float32)
 
     async def generate(self, request: Request, sample: int, seed: int) -> Completion:
@@ -253,20 +294,21 @@ class HttpEngine(AsyncEngine):
 
     async def _asked(self, request: Request, seed: int) -> Answer:
         """`ask`, again where the server was busy or the line broke."""
-        for attempt in range(RETRIES + 1):
+        begun, attempt = time.monotonic(), 0
+        while True:
             loads = -1
             try:
                 await self._believe()
                 loads = self._loads
                 return await self.ask(request, seed)
             except self._passing as error:
-                if attempt == RETRIES:
+                if time.monotonic() - begun > self.options.start_s:
                     raise
                 log.warning("asking again", group=request.number, error=f"{type(error).__name__}: {error}")
                 if loads == self._loads and isinstance(error, self._gone):  # or it has been loaded since then
                     self._doubted = True
-                await asyncio.sleep(2**attempt)
-        raise AssertionError("the last attempt returns or raises")
+                await asyncio.sleep(min(2**attempt, PAUSE_S))
+                attempt += 1
 
     async def _believe(self) -> None:
         """Until the server has our version for certain. What is in flight may go on meanwhile: to a server that never
@@ -282,22 +324,12 @@ class HttpEngine(AsyncEngine):
     async def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The JSON that the server answers with. Raises with what it said where that is an error: `RequestError` where
         it does not like the request."""
-        reply = await self._client.post(path, json=body or {}, timeout=self._patient)
-        if reply.is_error:
-            said = f"{path} answered {reply.status_code}: {reply.text[:300]}"
-            if reply.status_code in (400, 413, 422):
-                raise RequestError(said)
-            if reply.status_code in (502, 503, 504):
-                raise _Away(said)
-            raise _Busy(said) if reply.status_code == 429 else ValueError(said)
+        reply = _sound(path, await self._client.post(path, json=body or {}, timeout=self._patient))
         return reply.json() if reply.content else None
 
     async def get(self, path: str) -> Any:
         """As `post`."""
-        reply = await self._client.get(path)
-        if reply.is_error:
-            raise ValueError(f"{path} answered {reply.status_code}: {reply.text[:300]}")
-        return reply
+        return _sound(path, await self._client.get(path))
 
     def gauges(self) -> dict[str, float]:
         """See `base.Engine.gauges`."""
@@ -307,6 +339,8 @@ class HttpEngine(AsyncEngine):
     def close(self) -> None:
         """See `base.Engine.close`. The server is not ours, and goes on."""
         deadline = time.monotonic() + 5
+        self._watching.cancel()
+        self._lock.close()
         try:
             self.call(self._client.aclose(), max(0.1, deadline - time.monotonic()), "close")
         except EngineError:
@@ -314,6 +348,37 @@ class HttpEngine(AsyncEngine):
         self.end()
         for folder in self._written:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sound(path: str, reply: Any) -> Any:
+    if not reply.is_error:
+        return reply
+    said = f"{path} answered {reply.status_code}: {reply.text[:300]}"
+    if reply.status_code in (400, 413, 422):
+        raise RequestError(said)
+    if reply.status_code in (502, 503, 504):
+        raise _Away(said)
+    raise _Busy(said) if reply.status_code == 429 else ValueError(said)
+
+
+def _claim(url: str | list[str], folder: Path) -> tuple[str, IO[str]]:
+    """The first address at which no other rollout loads its versions, and the lock that says so. Raises `SetupError`:
+    a server that two load versions into has now one's, now the other's."""
+    addresses = [url] if isinstance(url, str) else url
+    for address in addresses:
+        lock = (folder / LOCK.format(hashlib.sha256(address.encode()).hexdigest()[:16])).open("a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            continue
+        except OSError:
+            pass  # a file system that knows no locks
+        return address, lock
+    raise SetupError(
+        f"rollout.engine.options.url: another rollout has {' and '.join(addresses) or 'none'}; name as many servers as "
+        "there are rollouts, e.g. [http://127.0.0.1:8000, http://127.0.0.1:8001], or use fewer rollouts"
+    )
 
 
 def ended_by_stop(reason: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from pydantic import Field
@@ -32,9 +33,11 @@ class OpenAIOptions(HttpOptions):
             Call(path="/collective_rpc", body={"method": "reload_weights", "kwargs": {"weights_path": "{folder}"}}),
             Call(path="/reset_prefix_cache"),
             Call(path="/resume"),
-        ]
+        ],
+        min_length=1,
     )
-    """The default is for vLLM's server, started with VLLM_SERVER_DEV_MODE=1."""
+    """The default is for vLLM's server, started with VLLM_SERVER_DEV_MODE=1. The last one is sent whatever becomes
+    of the others."""
 
 
 class OpenAIEngine(HttpEngine):
@@ -87,8 +90,15 @@ class OpenAIEngine(HttpEngine):
     async def load(self, version: Version, number: int) -> None:
         """See `HttpEngine.load`."""
         names = {"{folder}": str(version.folder.resolve()), "{version}": str(number)}
-        for call in self._own.load:
-            await self.post(call.path, _filled(call.body, names))
+        *calls, last = self._own.load
+        try:
+            for call in calls:
+                await self.post(call.path, _filled(call.body, names))
+        except BaseException:  # what was sent may have stopped the server, which may be others' too
+            with suppress(Exception):
+                await self.post(last.path, _filled(last.body, names))
+            raise
+        await self.post(last.path, _filled(last.body, names))
 
     async def score_tokens(self, tokens: list[int]) -> list[float]:
         """See `HttpEngine.score_tokens`."""

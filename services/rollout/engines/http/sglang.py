@@ -33,7 +33,8 @@ class SGLangEngine(HttpEngine):
         parameters = {
             "max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1, "min_p": sampling.min_p, "stop": list(sampling.stop),
-            "stop_token_ids": sorted({*self.stop_ids, *request.stop_ids}), "ignore_eos": True,
+            # ignore_eos would have it go on behind these, too; the model's own ends are among them.
+            "stop_token_ids": sorted({*self.stop_ids, *request.stop_ids}), "ignore_eos": False,
             "skip_special_tokens": False, "sampling_seed": seed & (2**31 - 1),
         }  # fmt: skip
         body = {"input_ids": request.tokens.tolist(), "sampling_params": parameters, "return_logprob": True}

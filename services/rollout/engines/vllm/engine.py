@@ -113,7 +113,7 @@ class VllmEngine(AsyncEngine):
         if beside and experts_of(model_config):
             raise SetupError("rollout.engine.adapter: beside is not for mixtures of experts; use merged")
         self._load = Load()
-        self._requests = 0
+        self._requests, self._salt = 0, "-1"
         self._shared: list[HostBuffer] = []
         self._processes: list[psutil.Process] = []
         environment(threads)
@@ -265,7 +265,7 @@ class VllmEngine(AsyncEngine):
         try:
             shown = await self._shown(request)  # a version may come meanwhile
             # Salted, so that blocks of an older version are never taken for this one's.
-            prompt = {**shown, "cache_salt": str(self.version)}
+            prompt = {**shown, "cache_salt": self._salt}
             parameters = SamplingParams(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
@@ -327,6 +327,7 @@ class VllmEngine(AsyncEngine):
 
     async def _load_version(self, prepared: MappedVersion | ReceivedVersion, version: int) -> None:
         core = self.llm.engine_core
+        self._salt = str(version)  # before the pause: what is handed over meanwhile is computed after it
         recompute = self._config.kv_on_update == "recompute"
         # Not `AsyncLLM.pause_generation`, which sleeps 20 ms after the same call.
         await core.pause_scheduler_async(mode="keep", clear_cache=recompute)
