@@ -25,6 +25,7 @@ from penstock.services.rollout.engines.torch.routing_table import RoutingTable
 from penstock.services.rollout.engines.torch.sampling import sample, stream_key, uniforms
 from penstock.services.rollout.engines.torch.stops import Stops
 from penstock.services.rollout.engines.torch.transformers_model import NOTHING, Shown
+from penstock.services.runtime import health
 from penstock.services.weights.receiver.loader import MappedVersion
 
 
@@ -280,16 +281,15 @@ class TorchEngine:
                 and lengths[order[start]] >= 0.6 * lengths[order[end]]
             ):
                 end += 1
-            rows = order[start:end]
+            health.beat()
+            rows, start = order[start:end], end
             width = int(lengths[rows[-1]])
             block = torch.from_numpy(tokens[rows, :width].astype(np.int64)).to(self.device)
-            sizes = torch.from_numpy(lengths[rows]).to(self.device)
-            mine = [slots[r] for r in rows]
+            mine, sizes = [slots[r] for r in rows], torch.from_numpy(lengths[rows]).to(self.device)
             with routing.prefilling(mine, lengths[rows], width) if routing else nullcontext():
                 places = [torch.tensor(each, device=self.device) for each in mine]
                 more = {"shown": [self._shown.get(numbers[r], NOTHING) for r in rows]} if self._shown else {}
                 logits.append(self._model.prefill(block, sizes, places, **more))
-            start = end
         return torch.cat(logits)[torch.from_numpy(np.argsort(order)).to(self.device)]
 
     def _decode_step(self) -> None:
@@ -324,6 +324,7 @@ class TorchEngine:
             uniform.to(self.device),
             put(masked) if masked is not None else None,
             put(s.min_p[rows]) if truncating[2] else None,
+            None if ((s.top_p[rows] < 1) & (s.top_k[rows] == 0)).any() else int(s.top_k[rows].max()) or None,
         )
         if masked is not None and kept is not None:
             self._keep(kept.cpu().numpy(), masked, start)

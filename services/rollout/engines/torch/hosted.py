@@ -102,10 +102,17 @@ class HostedModel(TransformersModel):
 
     def runs(self, lengths: Sequence[int], width: int) -> list[tuple[list[int], int]]:
         """Which of a prefill's rows of so many ``lengths``, padded to ``width``, are run together, and how wide."""
-        # Where the model cannot be told which logits are wanted, those of few rows at a time.
-        some = max(1, len(lengths)) if self._told else logit_rows(self._vocabulary, width)
-        every = list(range(len(lengths)))
-        return [(every[at : at + some], width) for at in range(0, len(every), some)]
+        most, found = logit_rows(self._vocabulary, 1), list[list[int]]()
+        ends: set[int] = set()
+        for row, length in enumerate(lengths):
+            # Of each row come the logits of every place that is some row's last; of one that cannot be told, of all.
+            places = len(ends | {length}) if self._told else width
+            if not found or (len(found[-1]) + 1) * places > most:
+                found.append([])
+                ends = set()
+            found[-1].append(row)
+            ends.add(length)
+        return [(rows, width) for rows in found]
 
     def _prefill(
         self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor], shown: Sequence[Shown]
