@@ -79,11 +79,15 @@ def check_columns(config: Any) -> None:
             raise ValueError(f"{key}: no scorer writes a column {name!r}; {hint}")
         if top_of(name) is not None:
             raise ValueError(f"{key}: {name} is read by trainer.algorithm.distill alone, which names {top_of(name)}")
+    for name in config.reward.columns:
+        if (column := table.by_name.get(name)) is None or column.scorer == "reward" or column in table.of_step:
+            weight = "a function's weight is reward.functions.N.weight"
+            raise ValueError(f"reward.columns: {name} is no scorer's column, which alone may be added here; {weight}")
     _check_teachers(config)
     if any(not total.terms for total in table.sums):
         raise ValueError(
-            "reward.functions: every weight is 0, so that there is no reward to train on; give one another weight, or "
-            "name a scorer's column in reward.columns"
+            "reward.functions: every weight is 0, so that there is no reward to train on; give one another weight (where "
+            "the algorithm reads none, any will do), or name a scorer's column in reward.columns"
         )
     by_token = table.by_token - {term for total in table.sums for term in total.terms}
     _check_shapes(config.trainer.algorithm.advantage, table.by_token, by_token)

@@ -25,6 +25,14 @@ def check_engine(config: Any) -> None:
                 f"weights.canary_tokens={config.weights.canary_tokens} exceeds "
                 f"rollout.engine.max_length={engine.max_length}"
             )
+    own = isinstance(engine, VllmEngineConfig) and not engine.seeded
+    served = isinstance(engine, PluginEngineConfig) and engine.name in HTTP_ENGINES
+    if config.run.deterministic and (own or served):
+        what = "seeded=false" if own else f"name={engine.name}"  # type: ignore[union-attr]
+        raise ValueError(
+            f"run.deterministic: with rollout.engine.{what} what is sampled follows from more than seed, group and "
+            "sample; leave it out, or take rollout.engine.type=torch, or vllm with seeded=true"
+        )
     if sampling.routing_replay and not getattr(config.model, "experts", 1):
         raise ValueError("rollout.sampling.routing_replay: there are no experts; set model.experts, e.g. to 4")
     if isinstance(engine, PluginEngineConfig) and engine.name in HTTP_ENGINES:

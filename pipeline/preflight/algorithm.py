@@ -25,6 +25,13 @@ def look(config: Config, report: Report) -> None:
     algorithm = config.trainer.algorithm
     if algorithm.preset and (said := contradicted(algorithm.preset, algorithm.model_dump())):
         report.problems.append(f"trainer.algorithm: {said}")
+    updates = config.trainer.epochs * config.trainer.mini_batches
+    if updates > 1 and not algorithm.loss.has_ratio:
+        report.notes.append(
+            f"trainer.epochs={config.trainer.epochs}, trainer.mini_batches={config.trainer.mini_batches}: the loss "
+            f"{algorithm.loss.type} has no ratio, by which it would know how far the policy has moved on within a step; "
+            "take one update a step with it, or a loss that clips"
+        )
     taught = getattr(algorithm.advantage, "teachers", {})
     if algorithm.advantage.type == "distillation" and REFERENCE in taught and config.reference.path is None:
         report.notes.append(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
-from penstock.pipeline.config import Config
+from penstock.pipeline.config import Config, PretrainedModel
 from penstock.pipeline.preflight.report import Report
 from penstock.services.runtime.install import install
 
@@ -23,6 +24,13 @@ def look(config: Config, report: Report) -> None:
                 f"{name}.optimizer.moments=8bit: torchao is not installed; run: {install('adam8bit')}, or set it to "
                 "float32"
             )
+    path = config.model.path if isinstance(config.model, PretrainedModel) else ""
+    if config.trainer.freeze and (Path(path) / "config.json").is_file():
+        from penstock.services.modeling.freezing import freeze
+        from penstock.services.modeling.load import empty_model
+
+        with report.collect():
+            freeze(empty_model(path), config.trainer.freeze)
     if config.trainer.offload and config.weights.transport in ("nccl", "cuda_ipc"):
         report.problems.append(
             f"weights.transport: {config.weights.transport} sends weights that lie on a GPU, and with trainer.offload "

@@ -60,6 +60,8 @@ class OptimizerConfig(Section):
         changed = [key for key in OF_MUON if getattr(self, key) != type(self).model_fields[key].default]
         if self.type == "adamw" and changed:
             raise ValueError(f"{changed[0]} is a key of type=muon alone; set that, or leave {changed[0]} out")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas={list(self.betas)}: each is at least 0 and below 1, e.g. [0.9, 0.95]")
         return self
 
 

@@ -79,6 +79,8 @@ class RejectRule(Section):
     def _bounds(self) -> RejectRule:
         if self.lower is not None and not self.kind.endswith("k1"):
             raise ValueError(f"lower: {self.kind} has none; leave it out, or take a rule of k1")
+        if self.lower is not None and self.lower >= self.upper:
+            raise ValueError(f"lower={self.lower:g} is not below upper={self.upper:g}: everything would be left out")
         return self
 
 

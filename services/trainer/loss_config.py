@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from penstock.protocols.columns import PICKED
 from penstock.services.trainer.choice import Choice
@@ -150,6 +150,12 @@ class ClipCovLoss(Choice):
     """Those whose covariance is larger than this are left alone."""
     drop_fraction: float = Field(2e-4, gt=0, le=1)
     """At most this share of an update's tokens is picked; at least one may be."""
+
+    @model_validator(mode="after")
+    def _some_lie_between(self) -> ClipCovLoss:
+        if self.cov_low >= self.cov_high:
+            raise ValueError(f"cov_low={self.cov_low:g} is not below cov_high={self.cov_high:g}: none would be picked")
+        return self
 
     def options(self) -> dict[str, Any]:
         """Of the loss itself."""

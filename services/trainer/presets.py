@@ -60,6 +60,15 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """What each leaves as it is by default is not named."""
 assert set(PRESETS) == set(get_args(PresetName))
+ADVANTAGE, LOSS = ("grpo",), ("ppo_clip",)
+"""What a method takes that `PRESETS` says nothing else of."""
+EITHER = ("ppo_clip", "reinforce")
+FREE: dict[str, dict[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("rloo", "reinforce_plus_plus", "maxrl", "remax"), {"loss": EITHER}),
+    "topr": {"advantage": ()},
+    "sft": {"advantage": (), "loss": ()},
+}
+"""Where a method leaves a choice: among these; of none named, among all."""
 
 
 def expand(given: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +97,14 @@ def contradicted(preset: str, chosen: dict[str, Any]) -> str | None:
         for name, its, mine in pairs or [(key, value, chosen[key])]:
             if mine != its and (isinstance(its, bool) or not isinstance(its, int | float)):
                 return f"preset={preset} takes {name}={its}, and {mine} is given; leave out one of them"
+    for key, plain in (("advantage", ADVANTAGE), ("loss", LOSS)):
+        theirs = PRESETS[preset].get(key, {}).get("type")
+        types, mine = (theirs,) if theirs else FREE.get(preset, {}).get(key, plain), chosen[key]["type"]
+        if types and mine not in types:
+            return (
+                f"preset={preset} takes {key}={{type: {' or '.join(types)}}}, and {mine} is given: that is another "
+                "method, or one of your own; leave out one of them"
+            )
     return None
 
 

@@ -200,6 +200,14 @@ def test_a_preset_and_another_choice_are_an_error() -> None:
         ({"preset": "dapo", "aggregation": "seq-mean-token-mean"}, "preset=dapo takes aggregation=token-mean"),
         ({"preset": "dr_grpo", "advantage": {"type": "grpo", "std": True}}, "dr_grpo takes advantage.std=False"),
         ({"preset": "dapo", "loss": {"clip_high": 0.3}}, None),
+        (
+            {"preset": "dapo", "advantage": {"type": "gae"}},
+            "preset=dapo takes advantage={type: grpo}, and gae is given",
+        ),
+        ({"preset": "grpo", "loss": {"type": "gspo"}}, "preset=grpo takes loss={type: ppo_clip}, and gspo is given"),
+        ({"preset": "rloo", "loss": {"type": "sapo"}}, "takes loss={type: ppo_clip or reinforce}, and sapo is given"),
+        ({"preset": "rloo", "loss": {"type": "reinforce"}}, None),
+        ({"preset": "topr", "advantage": {"type": "rloo"}}, None),
     ):
         said = contradicted(chosen["preset"], AlgorithmConfig.model_validate(chosen).model_dump())
         assert (why is None and said is None) or (why and said and why in said), said

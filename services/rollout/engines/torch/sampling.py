@@ -95,7 +95,7 @@ def _truncate(
     if likeliest is None and top_k is None and size > 4 * FIRST:  # a thousand tokens have nearly always enough
         likeliest = FIRST
     ranked, order = probabilities.topk(min(likeliest or size, size))
-    if top_k is None and not bool(((ranked.sum(-1) >= top_p * every[:, 0]) | (top_p >= 1)).all()):
+    if top_p is not None and top_k is None and not bool(((ranked.sum(-1) >= top_p * every[:, 0]) | (top_p >= 1)).all()):
         likeliest = None
         ranked, order = probabilities.topk(size)
     if top_k is not None:
