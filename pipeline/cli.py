@@ -269,7 +269,7 @@ def status(
     from penstock.pipeline.run.lock import came_to
     from penstock.pipeline.run.summary import finite
 
-    console = Console()
+    console = Console(emoji=False)
     over = came_to(run) if run and broker is None else None
     if run and over:
         if as_json:
@@ -295,7 +295,7 @@ def top(run: SOME_RUN = None, broker: BROKER = None, keys: KEYS = None) -> None:
     from penstock.pipeline.observe.client import find_broker, follow
     from penstock.pipeline.run.lock import came_to
 
-    console = Console()
+    console = Console(emoji=False)
     if run and broker is None and came_to(run):
         status(run)
         return
@@ -323,9 +323,9 @@ def explain_config(
     if markdown:
         typer.echo(page(), nl=False)
     elif key:
-        show_key(Console(), key)
+        show_key(Console(emoji=False), key)
     else:
-        show_sections(Console())
+        show_sections(Console(emoji=False))
 
 
 @app.command("algorithms")
@@ -336,7 +336,7 @@ def list_algorithms() -> None:
     """
     from penstock.pipeline.tools.algorithms import show
 
-    show(Console())
+    show(Console(emoji=False))
 
 
 @app.command()
@@ -348,7 +348,7 @@ def ledger(run: RUN, as_json: Annotated[bool, typer.Option("--json", help="A JSO
     """
     from penstock.pipeline.tools.ledger import show_ledger
 
-    show_ledger(Console(), run, as_json)
+    show_ledger(Console(emoji=False), run, as_json)
 
 
 @app.command()
@@ -366,7 +366,7 @@ def replay(
     """
     from penstock.pipeline.tools.recompute import recompute
 
-    raise typer.Exit(0 if recompute(Console(), run, step) else 1)
+    raise typer.Exit(0 if recompute(Console(emoji=False), run, step) else 1)
 
 
 @app.command()
@@ -383,7 +383,7 @@ def agents(
     if as_json:
         typer.echo(json.dumps(sessions(run)))
     else:
-        show(Console(), run)
+        show(Console(emoji=False), run)
 
 
 if __name__ == "__main__":

@@ -86,8 +86,8 @@ def check_columns(config: Any) -> None:
     _check_teachers(config)
     if any(not total.terms for total in table.sums):
         raise ValueError(
-            "reward.functions: every weight is 0, so that there is no reward to train on; give one another weight (where "
-            "the algorithm reads none, any will do), or name a scorer's column in reward.columns"
+            "reward.functions: every weight is 0, so that there is no reward to train on; give one another weight "
+            "(where the algorithm reads none, any will do), or name a scorer's column in reward.columns"
         )
     by_token = table.by_token - {term for total in table.sums for term in total.terms}
     _check_shapes(config.trainer.algorithm.advantage, table.by_token, by_token)

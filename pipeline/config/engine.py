@@ -28,7 +28,7 @@ def check_engine(config: Any) -> None:
     own = isinstance(engine, VllmEngineConfig) and not engine.seeded
     served = isinstance(engine, PluginEngineConfig) and engine.name in HTTP_ENGINES
     if config.run.deterministic and (own or served):
-        what = "seeded=false" if own else f"name={engine.name}"  # type: ignore[union-attr]
+        what = "seeded=false" if own else f"name={engine.name}"
         raise ValueError(
             f"run.deterministic: with rollout.engine.{what} what is sampled follows from more than seed, group and "
             "sample; leave it out, or take rollout.engine.type=torch, or vllm with seeded=true"
@@ -61,7 +61,8 @@ def check_engine(config: Any) -> None:
     ):
         raise ValueError(
             "rollout.sampling: vLLM reports no log-probabilities of the untruncated distribution at a temperature "
-            f"other than 1 (it is {sampling.temperature:g}); set candidates=true, or leave top_p, top_k and min_p out"
+            f"other than 1 (it is {sampling.temperature:g}); set candidates=true with top_k, e.g. 50, or leave top_p, "
+            "top_k and min_p out"
         )
 
 
@@ -88,6 +89,7 @@ def _check_server(config: Any, engine: PluginEngineConfig) -> None:
     if engine.name != "openai":
         return
     evaluated = {f"prompts.eval_sampling.{name}": how for name, how in config.prompts.eval_sampling.items()}
+    evaluated = evaluated if config.gateway.count else {}  # other evaluations' log-probabilities are read by nobody
     for key, how in {"rollout.sampling": sampling, **evaluated}.items():
         if not engine.options.get("processed") and how.temperature not in (0, 1):
             raise ValueError(

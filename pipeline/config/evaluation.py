@@ -35,8 +35,8 @@ def check_evaluation(config: Any) -> None:
                 f"{key}.max_new_tokens={how.max_new_tokens} leaves no room for a prompt in rollout.engine.max_length="
                 f"{longest}"
             )
-        if not isinstance(engine, VllmEngineConfig):
-            continue
+        if not isinstance(engine, VllmEngineConfig) or not config.gateway.count:
+            continue  # only of agents' turns nobody knows that they are an evaluation's
         raw = sampling.temperature in (0, 1) and not sampling.candidates
         if raw and how.temperature not in (0, 1):
             raise ValueError(

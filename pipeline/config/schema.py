@@ -343,8 +343,8 @@ class Config(Section):
             )
         if self.with_critic and self.critic.warmup_steps >= self.trainer.steps:
             raise ValueError(
-                f"critic.warmup_steps={self.critic.warmup_steps}: the policy stands still in these steps, and there are "
-                f"trainer.steps={self.trainer.steps}; give fewer of the one, or more of the other"
+                f"critic.warmup_steps={self.critic.warmup_steps}: the policy stands still in these steps, of which "
+                f"there are trainer.steps={self.trainer.steps}; give fewer of the one, or more of the other"
             )
         if self.with_critic and self.sampling.greedy_baseline:
             raise ValueError(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.protocols.columns import ColumnTable
-from penstock.services.data.config import CustomData, DataConfig, MixData
+from penstock.services.data.config import DataConfig, MixData, says_sources
 from penstock.services.trainer.advantage_config import DistillationAdvantage, GdpoAdvantage, NoAdvantage
 
 OTHER = "\0"
@@ -46,10 +46,10 @@ def check_sources(config: Any) -> None:
 
 
 def sources_of(data: DataConfig) -> list[str]:
-    """Which `Prompt.source` the rows of ``data`` may have; `OTHER` where its own function says."""
+    """Which `Prompt.source` the rows of ``data`` may have; `OTHER` where a row says it."""
     if isinstance(data, MixData):
         return list(data.sources)
-    return [OTHER] if isinstance(data, CustomData) else [""]
+    return [OTHER] if says_sources(data) else [""]
 
 
 def places_of(config: Any) -> dict[str, list[str]]:

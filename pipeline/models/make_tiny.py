@@ -17,7 +17,7 @@ from penstock.services.runtime.files import sync
 def make_tiny(config: Config, folder: Path) -> None:
     """Makes the config's tiny model in ``folder``/model, with a progress bar. It is there once it is whole."""
     assert isinstance(config.model, TinyModel)
-    with Progress(console=Console(stderr=True)) as progress:
+    with Progress(console=Console(stderr=True, emoji=False)) as progress:
         task = progress.add_task("warm start", total=config.model.warm_start.steps)
 
         def advance(step: int, _steps: int, loss: float) -> None:

@@ -29,7 +29,7 @@ def look(config: Config, report: Report) -> None:
     if updates > 1 and not algorithm.loss.has_ratio:
         report.notes.append(
             f"trainer.epochs={config.trainer.epochs}, trainer.mini_batches={config.trainer.mini_batches}: the loss "
-            f"{algorithm.loss.type} has no ratio, by which it would know how far the policy has moved on within a step; "
+            f"{algorithm.loss.type} has no ratio, which says how far the policy has moved on within a step; "
             "take one update a step with it, or a loss that clips"
         )
     taught = getattr(algorithm.advantage, "teachers", {})

@@ -11,7 +11,7 @@ from penstock.protocols import wire
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, open_source
 from penstock.services.data.answers import answer_of
-from penstock.services.data.config import CustomData, DataConfig
+from penstock.services.data.config import DataConfig, says_sources
 from penstock.services.data.mixture import Mixture
 from penstock.services.modeling.lengths import longest_sequence
 from penstock.services.rollout.config import PluginEngineConfig
@@ -34,7 +34,7 @@ def look(config: Config, report: Report) -> None:
     if config.prompts.eval_size:
         for name, source in config.prompts.eval.items():
             # Sources that only rows name are known once all that are asked were read.
-            every = config.columns.by_source and isinstance(source, CustomData)
+            every = config.columns.by_source and says_sources(source)
             most = max(ROWS, config.prompts.eval_size) if every else ROWS
             if held_out := _look_at(config, source, f"prompts.eval.{name}", True, report, name, most):
                 report.evaluated[name] = {prompt.source or name for prompt in held_out}
@@ -59,10 +59,16 @@ def look(config: Config, report: Report) -> None:
 
 
 def _compare_steps(config: Config, report: Report) -> None:
-    """Says where prompts end long before the step at which the learning rate would have fallen."""
+    """Says where prompts end long before the step at which the learning rate would have fallen, or long after the last
+    one."""
     epochs, steps, optimizer = config.prompts.epochs, config.trainer.steps, config.trainer.optimizer
     drawn = report.sizes.get("prompts.train", 0) * (epochs or 0)
     given = -(-drawn // config.gate.groups_per_step)
+    if given > steps:
+        report.notes.append(
+            f"trainer.steps={steps}: the run ends there, and prompts.epochs={epochs} of prompts.train would make "
+            f"{given:,} steps of {config.gate.groups_per_step} groups; set trainer.steps={given} for all of them"
+        )
     if given and given < FEW * steps and optimizer.schedule != "constant":
         report.notes.append(
             f"trainer.steps={steps}: prompts.epochs={epochs} of prompts.train makes {given:,} steps of "
@@ -85,7 +91,10 @@ def _look_at(
         if not usable:
             raise DataError(f"{key}: none of the first {min(rows, len(prompts))} rows can be used; {why[0]}")
         report.sizes[key] = len(prompts)
-        report.lines.append(f"{key}: {len(prompts):,} rows; row {usable[0].index}: {usable[0].as_text()[:60]!r}")
+        size, most = f"{len(prompts):,} rows", config.prompts.eval_size
+        if held_out and len(prompts) > most:
+            size = f"the first {most:,} of {size} (prompts.eval_size)"
+        report.lines.append(f"{key}: {size}; row {usable[0].index}: {usable[0].as_text()[:60]!r}")
         if not any(each.pictures for each in (config.rollout.environment, config.gateway) if each):
             unshown.look_at_rows(source, key, prompts, usable, report)
         if why:

@@ -19,6 +19,11 @@ def look_at_rows(config: Config, key: str, rows: Sequence[Prompt], report: Repor
     if rows and (key != TRAIN or config.rollout.given.answers):
         report.given[key] = list(rows)
         _add(key, [_lacks(key, prompt) for prompt in rows], report)
+    elif rows and all(prompt.truth is None and prompt.answer is not None for prompt in rows):
+        report.problems.append(
+            f"{key}: its rows have an answer and no truth: an answer is learned as it is where rollout.given.answers "
+            "says so, and a reward compares with the truth; call what is right truth"
+        )
 
 
 def look_at_tokens(config: Config, tokenizer: Tokenizer, positions: int | None, report: Report, pictured: int) -> None:

@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from penstock.pipeline.config import Config, PretrainedModel
@@ -39,7 +40,8 @@ def keys(config: Config) -> set[str]:
         if isinstance(mixed, MixData):
             sources |= {f"{key}.sources.{name}": source for name, source in mixed.sources.items()}
     for key, source in sources.items():
-        if isinstance(source, HubData) and not source.files and source.path not in FORMATS.values():
+        local = Path(source.path).suffix in FORMATS if isinstance(source, HubData) else True
+        if isinstance(source, HubData) and not source.files and source.path not in FORMATS.values() and not local:
             found.add(f"{key}.path")
     return found
 

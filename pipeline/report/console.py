@@ -15,16 +15,23 @@ log = structlog.get_logger()
 
 SHOWN = (
     "outcome", "steps", "reward_first", "reward_last", "eval_before", "eval_after", "eval_loss_before",
-    "eval_loss_after", "eval_best",
+    "eval_loss_after", "eval_best", "eval_best_step",
     "lag_max_seen", "groups_trained",
     "groups_lost", "groups_trained_twice", "groups_without_variance", "steps_skipped", "rewards_failed",
     "prompts_dropped", "train_s", "restarts",
 )  # fmt: skip
 
 
+UNSAID = ("eval_loss", "eval_best_step")
+"""Left out where there is none."""
+
+
 class RunConsole(Console):
     """Of a command whose work goes on when nobody reads any more what it says, as behind ``| head``: `Console` itself
-    would end the process."""
+    would end the process. Names of the user's stay as they are, :key: no less."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(emoji=False, **how)
 
     def on_broken_pipe(self) -> None:
         """Says nothing from now on."""
@@ -40,7 +47,7 @@ class RunConsole(Console):
 def print_summary(console: Console, summary: dict[str, Any], folder: Path) -> None:
     """The main numbers, what one should look at, and where the report is."""
     shown = {key: summary[key] for key in (*SHOWN, "error") if key in summary}
-    shown = {key: value for key, value in shown.items() if value is not None or not key.startswith("eval_loss")}
+    shown = {key: value for key, value in shown.items() if value is not None or not key.startswith(UNSAID)}
     console.print(json.dumps(shown, indent=2, ensure_ascii=False), highlight=False, markup=False, soft_wrap=True)
     print_findings(console, summary)
     report = folder / "report.html"

@@ -68,4 +68,6 @@ def print_evaluation(console: Console, summary: dict[str, Any], folder: Path) ->
         values = [found.get(name if measure == "reward" else f"{name}/{measure}") for measure in measures]
         table.add_row(Text(name), *("-" if value is None else f"{value:.4f}" for value in values))
     console.print(table)
+    most = load(folder / "config.yaml").prompts.eval_size
+    console.print(f"of each set its first {most:,} rows at most (prompts.eval_size)", highlight=False, markup=False)
     print_findings(console, summary)

@@ -23,7 +23,7 @@ def doctor_machine(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         from penstock.pipeline.tools.doctor import examine
 
-        raise typer.Exit(0 if examine(Console()) else 1)
+        raise typer.Exit(0 if examine(Console(emoji=False)) else 1)
 
 
 @doctor.command("engine")
@@ -41,4 +41,4 @@ def doctor_engine(
     """
     from penstock.pipeline.tools.doctor_engine import examine_engine
 
-    raise typer.Exit(0 if examine_engine(Console(), load(file, overrides), prompts) else 1)
+    raise typer.Exit(0 if examine_engine(Console(emoji=False), load(file, overrides), prompts) else 1)

@@ -62,7 +62,7 @@ def add(
     )
     kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_whole(kept, key.model_dump_json() + "\n", mode=0o600)
-    console = Console()
+    console = Console(emoji=False)
     console.print(f"over HTTP: {shown}", soft_wrap=True, highlight=False)
     zmq = f'AgentClient("tcp://…", keys="{file}")' if guest else "gateway.bind is on the loopback, and asks for no keys"
     console.print(f"over ZeroMQ: {zmq}", soft_wrap=True, highlight=False, markup=False)
@@ -85,7 +85,7 @@ def list_keys(run: RUN) -> None:
             continue
         ends = f"{key.expires:%Y-%m-%d %H:%M} UTC" + ("" if key.valid else ", over") if key.expires else "–"
         table.add_row(file.stem, str(key.sessions or "–"), str(key.turns_per_minute or "–"), ends)
-    Console().print(table)
+    Console(emoji=False).print(table)
 
 
 @app.command()

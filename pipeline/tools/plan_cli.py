@@ -33,7 +33,7 @@ def plan_run(
     """
     from penstock.pipeline.tools.plan import show
 
-    if not show(Console(), load(file, overrides), gpus, length, prompt):
+    if not show(Console(emoji=False), load(file, overrides), gpus, length, prompt):
         raise typer.Exit(1)
 
 

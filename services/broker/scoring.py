@@ -123,8 +123,17 @@ def _judge(state: BrokerState, number: int, rewards: np.ndarray, errors: Sequenc
     if found:
         state.curriculum.measured(state.groups.replay.entries[number].draw, float(np.nanmean(rewards)))
     if found < min(LEAST_VALUES, len(rewards)):
-        why = errors[-1] if errors else "NaN"
+        why = errors[-1] if errors else _without_number(state, number)
         state.drop(number, f"too few trajectories have a reward; {why}", "reward")
+
+
+def _without_number(state: BrokerState, number: int) -> str:
+    """Which of the reward's columns have none for some answer: what they said of it came with them, before the last."""
+    total = next(each for each in state.settings.columns.sums if each.name == REWARD)
+    asked = state.settings.columns.asked_terms(total, state.groups.replay.entries[number].source)
+    found = state.payloads.columns(("train", number), asked)
+    lacking = [name for name, values in found.items() if not np.isfinite(values).all()]
+    return f"{', '.join(lacking) or REWARD} gave no number for some of them; logs/reward-*.jsonl has why"
 
 
 def _by_session(state: BrokerState, number: int, values: np.ndarray) -> np.ndarray:

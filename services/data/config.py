@@ -45,7 +45,11 @@ class HubData(Section):
     prompt_key: str = "prompt"
     """Column of the prompt, e.g. ``question``: text, or a list of chat messages."""
     truth_key: str | None = None
-    """Column that the reward compares with, e.g. ``answer``; null: the whole row."""
+    """Column that the reward compares with, e.g. ``answer``, or a part of one that holds maps, e.g.
+    ``reward_model.ground_truth``; null: the whole row."""
+    source_key: str | None = None
+    """Column that says of which source a row is, e.g. ``data_source``, for `sources` of reward functions and scorers;
+    null: the rows of a mixture are of its sources, others of none."""
     answer_key: str | None = None
     """Column of the row's own answer, for `rollout.given`, e.g. ``solution``: text, or a list of chat messages that go
     on from the prompt. The same as `prompt_key`: that column has whole conversations, of which the assistant's last
@@ -142,3 +146,8 @@ def shows_pictures(config: DataConfig) -> bool:
         case MixData():
             return any(map(shows_pictures, config.sources.values()))
     return False
+
+
+def says_sources(data: DataConfig) -> bool:
+    """Each row says by itself of which source it is."""
+    return isinstance(data, CustomData) or (isinstance(data, HubData) and data.source_key is not None)

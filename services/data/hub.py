@@ -36,16 +36,19 @@ class HubSource(PromptSource):
         places = _places(config.split, len(rows), key) if config.files else range(len(rows))
         if not places:
             raise DataError(f"{key}.split: {config.split!r} has none of the {len(rows)} rows of {_what(config)}")
-        for option in ("prompt_key", "truth_key", "answer_key", "images_key"):
+        for option in ("prompt_key", "truth_key", "source_key", "answer_key", "images_key"):
             column = getattr(config, option)
-            if column and column not in rows.column_names:
+            if column and column not in rows.column_names and not (option == "truth_key" and _part_of(column, rows)):
                 there = ", ".join(rows.column_names)
                 raise DataError(f"{key}.{option}: no column {column!r} in {_what(config)}; it has {there}")
+        self._truth_in = _part_of(config.truth_key, rows) if config.truth_key else ""
+        """The column of maps that have the truth; empty: it is a column itself."""
         self._unshown: list[str] = []
         if not isinstance(rows, JsonRows | CsvRows):
             self._unshown = [name for name in picture_columns(rows) if name != config.images_key]
             if config.truth_key:  # what else there is, pictures say, need not be decoded
-                read = (config.prompt_key, config.truth_key, config.answer_key, config.images_key)
+                truth = self._truth_in or config.truth_key
+                read = (config.prompt_key, truth, config.source_key, config.answer_key, config.images_key)
                 rows = rows.select_columns(list(dict.fromkeys(filter(None, read))))
             _check_dates(rows, config, key)
             if config.images_key:
@@ -62,7 +65,7 @@ class HubSource(PromptSource):
         images = row[self._config.images_key] if self._config.images_key else None
         if self._config.images_key and not self._config.truth_key:
             del row[self._config.images_key]  # no reward is handed them with the row
-        truth = row[self._config.truth_key] if self._config.truth_key else row
+        truth = self._truth(row) if self._config.truth_key else row
         if truth is None:
             raise DataError(f"row {index}: {self._config.truth_key!r} is missing or null, so no reward can judge it")
         content, key = row[self._config.prompt_key], self._config.answer_key
@@ -79,11 +82,31 @@ class HubSource(PromptSource):
         beside = [Path(name) for name in self._config.files]
         pictures = read_pictures(images, beside, f"row {index}: {self._config.images_key}")
         prompt = make_prompt(index, content, truth, self._config.chat, self._config.system, answer, pictures)
+        if self._config.source_key:
+            prompt = prompt.model_copy(update={"source": _named(index, self._config.source_key, row)})
         return not_blind(prompt, f"{self._config.images_key!r} has no picture") if self._config.images_key else prompt
+
+    def _truth(self, row: dict[str, Any]) -> Any:
+        found: Any = row[self._truth_in or str(self._config.truth_key)]
+        for name in (self._config.truth_key or "")[len(self._truth_in) + 1 :].split(".") if self._truth_in else ():
+            found = found.get(name) if isinstance(found, dict) else None
+        return found
 
     def unshown(self) -> list[str]:
         """See `PromptSource`."""
         return self._unshown
+
+
+def _part_of(key: str, rows: Any) -> str:
+    """The column, of maps, of which ``key`` names a part; empty where it is a column itself, or nothing."""
+    column = key.partition(".")[0]
+    return column if key not in rows.column_names and column in rows.column_names else ""
+
+
+def _named(index: int, key: str, row: dict[str, Any]) -> str:
+    if not isinstance(name := row[key], str) or not name:
+        raise DataError(f"row {index}: {key!r} (source_key) is {name!r}, which names no source; write it as text")
+    return name
 
 
 def not_blind(prompt: Prompt, lacks: str) -> Prompt:

@@ -33,7 +33,7 @@ def line(row: Mapping[str, Any] | Prompt) -> str:
     if images is not None:
         own["images"] = _as_text(read_pictures(images, [], "images"))
     prompt, truth = row["prompt"], row.get("truth")
-    if not row.keys() & {"truth", "answer"} and (unread := [name for name in row if name not in READ]):
+    if "truth" not in row and (unread := [name for name in row if name not in READ]):
         raise TypeError(
             f"it has no truth, and {', '.join(map(str, unread))} would be read by nobody; call the column with the "
             "right answer truth, or give truth: None"

@@ -8,9 +8,11 @@ def as_text(truth: Any) -> str:
     if truth is None:
         raise TypeError("it compares with the truth, and this prompt has none")
     if isinstance(truth, dict | list):
-        columns = f", one of {', '.join(truth)}" if isinstance(truth, dict) else ""
+        if isinstance(truth, list):
+            raise TypeError("it compares text, and the truth is a list: f1 with the option exact takes several")
         raise TypeError(
-            f"it compares text, and the truth is none: set truth_key to the column with the answer{columns}"
+            f"it compares text, and the truth is a map: set truth_key to what has the answer, one of {', '.join(truth)}"
+            " (of a column of maps: COLUMN.NAME)"
         )
     if isinstance(truth, float) and truth.is_integer():  # of a table that has a fraction or a gap in that column
         return str(int(truth))

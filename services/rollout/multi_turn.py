@@ -239,7 +239,8 @@ class MultiTurn:
             said = session.sampled if session.pictures else None
             self._engine.submit(
                 Request(
-                    self._requests, lease.seed, tokens, sampling, stream, known, pictures=session.pictures, sampled=said
+                    self._requests, lease.seed, tokens, sampling, stream, known, pictures=session.pictures,
+                    sampled=said, unread=lease.purpose == "eval",
                 )
             )  # fmt: skip
         except RequestError as error:

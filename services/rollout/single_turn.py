@@ -54,8 +54,8 @@ class SingleTurn:
         tokens = self._text.encode(lease.prompt)
         work, handle = _Work(lease, tokens, given), handle_of(lease)
         own = sampling.model_copy(update={"greedy_baseline": False, "n": sampled})
-        shown = lease.prompt.pictures
-        self._engine.submit(Request(handle, lease.seed, tokens, own, stream_of(lease), pictures=shown))
+        shown, unread = lease.prompt.pictures, lease.purpose == "eval"
+        self._engine.submit(Request(handle, lease.seed, tokens, own, stream_of(lease), pictures=shown, unread=unread))
         self._work[handle] = work
         if sampling.greedy_baseline:
             greedy = sampling.one(greedy=True)

@@ -42,6 +42,10 @@ def load_plugin(name: str, key: str) -> Any:
         module = import_module(path)
     except ModuleNotFoundError as error:
         if error.name and f"{path}.".startswith(f"{error.name}."):
+            if path.endswith(".py"):
+                raise PluginError(
+                    f"{key}: {name!r} names a file; say its module: {Path(path).stem}:{attribute}"
+                ) from error
             looked = ", ".join(map(str, folders()))
             hint = f"looked in {looked}, and among the installed packages{_near(path)}"
         else:

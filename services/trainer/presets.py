@@ -64,7 +64,7 @@ ADVANTAGE, LOSS = ("grpo",), ("ppo_clip",)
 """What a method takes that `PRESETS` says nothing else of."""
 EITHER = ("ppo_clip", "reinforce")
 FREE: dict[str, dict[str, tuple[str, ...]]] = {
-    **dict.fromkeys(("rloo", "reinforce_plus_plus", "maxrl", "remax"), {"loss": EITHER}),
+    **{name: {"loss": EITHER} for name in ("rloo", "reinforce_plus_plus", "maxrl", "remax")},
     "topr": {"advantage": ()},
     "sft": {"advantage": (), "loss": ()},
 }

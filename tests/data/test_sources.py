@@ -13,7 +13,7 @@ import pytest
 
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, json_rows, open_source
-from penstock.services.data.config import HubData, ReasoningGymData
+from penstock.services.data.config import HubData, ReasoningGymData, says_sources
 from penstock.services.data.hub import make_prompt
 from penstock.services.data.json_rows import JsonRows
 from penstock.services.data.source import PromptSource
@@ -279,3 +279,32 @@ def test_a_file_is_looked_at_once_unless_it_changes(tmp_path: Path, monkeypatch:
     file.write_text('{"prompt": "a", "truth": 1}\n{"prompt": "b", "truth": "two"}\n')
     with pytest.raises(DataError, match="line 2: 'truth' is text, and a number in line 1"):
         JsonRows([file], "files")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_truth_inside_a_map_and_a_rows_own_source_are_read_as_verl_writes_them(tmp_path: Path, kind: str) -> None:
+    rows = [
+        {
+            "data_source": source,
+            "prompt": [{"role": "user", "content": "1+1="}],
+            "reward_model": {"style": "rule", "ground_truth": truth},
+            "extra": {"index": 1},
+        }
+        for source, truth in (("sums", "2"), ("words", "b"), ("", "c"))
+    ]
+    file = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        datasets.Dataset.from_list(rows).to_parquet(file)
+    keys = {"truth_key": "reward_model.ground_truth", "source_key": "data_source"}
+    config = HubData(path="json" if kind == "jsonl" else "parquet", files=[str(file)], **keys)
+    source = open_source(config)
+    assert [(source.prompt(i).source, source.prompt(i).truth) for i in (0, 1)] == [("sums", "2"), ("words", "b")]
+    with pytest.raises(DataError, match="row 2: 'data_source' \\(source_key\\) is '', which names no source"):
+        source.prompt(2)
+    with pytest.raises(DataError, match="'reward_model.answer' is missing or null"):
+        open_source(config.model_copy(update={"truth_key": "reward_model.answer"})).prompt(0)
+    with pytest.raises(DataError, match="truth_key: no column 'model.ground_truth' in .*; it has data_source, prompt"):
+        open_source(config.model_copy(update={"truth_key": "model.ground_truth"}))
+    assert says_sources(config) and not says_sources(config.model_copy(update={"source_key": None}))

@@ -398,6 +398,10 @@ def test_a_table_of_pandas_is_rows_and_its_numbers_are_json() -> None:
             {"config": {}, "prompts": [{"prompt": "1+1=", "solution": "2"}]},
             "row 0: it has no truth, and solution",
         ),
+        (
+            {"config": {}, "prompts": [{"prompt": "1+1=", "answer": "2", "level": 3}]},
+            "row 0: it has no truth, and level would be read by nobody",
+        ),
         ({"config": {}, "prompts": [("1+1=", "2")]}, "prompts: row 0 is no map with a prompt, but"),
         ({"config": 5}, "config: give a YAML file, or the same as a map, not 5"),
         ({"config": {"run": "x"}}, "run: a section is a map of keys, not 'x'"),

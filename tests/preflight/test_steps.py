@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
-from penstock.pipeline.config import load
+from penstock.pipeline.config import load, parse
 from penstock.pipeline.preflight import data
+from penstock.pipeline.preflight.given import TRAIN, look_at_rows
 from penstock.pipeline.preflight.report import Report
+from penstock.protocols.experience import Prompt
 
 FILE = """
 model: {type: tiny}
@@ -22,8 +26,12 @@ trainer: {steps: 100000}
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["prompts.epochs=2", "trainer.optimizer.schedule=cosine"], "trainer.steps=100000: .*set it to 63"),
+        (["prompts.epochs=2", "trainer.optimizer.schedule=cosine"], "trainer.steps=100000: .*; set it to 63"),
         (["prompts.epochs=2"], None),
+        (
+            ["prompts.epochs=50", "trainer.steps=100"],
+            "trainer.steps=100: the run ends there.*set trainer.steps=1563 for all of them",
+        ),
         (["trainer.optimizer.schedule=cosine"], None),
         (["prompts.epochs=2", "trainer.optimizer.schedule=linear", "trainer.steps=64"], None),
     ],
@@ -35,4 +43,13 @@ def test_a_learning_rate_that_would_not_fall_is_told_of(tmp_path: Path, given: l
     assert not report.problems and len(report.notes) == bool(said)
     if said:
         (note,) = report.notes
-        assert note.startswith(said.partition(":")[0]) and note.endswith("set it to 63"), note
+        assert re.fullmatch(said, note), note
+
+
+def test_rows_with_an_answer_and_no_truth_are_told_of_where_answers_are_not_given() -> None:
+    rows = [Prompt(index=0, text="1+1=", answer="2")]
+    for given, told in ({}, True), ({"rollout": {"given": {"answers": 1}}}, False):
+        config, report = parse(yaml.safe_load(FILE) | given), Report()
+        look_at_rows(config, TRAIN, rows, report)
+        assert bool(report.problems) == told
+        assert not told or "call what is right truth" in report.problems[0]

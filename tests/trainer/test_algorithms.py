@@ -202,7 +202,7 @@ def test_a_preset_and_another_choice_are_an_error() -> None:
         ({"preset": "dapo", "loss": {"clip_high": 0.3}}, None),
         (
             {"preset": "dapo", "advantage": {"type": "gae"}},
-            "preset=dapo takes advantage={type: grpo}, and gae is given",
+            "dapo takes advantage={type: grpo}, and gae is given",
         ),
         ({"preset": "grpo", "loss": {"type": "gspo"}}, "preset=grpo takes loss={type: ppo_clip}, and gspo is given"),
         ({"preset": "rloo", "loss": {"type": "sapo"}}, "takes loss={type: ppo_clip or reinforce}, and sapo is given"),

@@ -62,6 +62,8 @@ class Request:
     """What the tokens show: see `Trajectory.pictures`."""
     sampled: np.ndarray | None = None
     """bool ``[prompt tokens]``: which of them the policy has sampled in earlier turns; None: none."""
+    unread: bool = False
+    """Nobody computes with its log-probabilities, an evaluation's: they may be of another temperature or truncation."""
 
     @property
     def stream(self) -> int:

@@ -54,12 +54,12 @@ class OpenAIEngine(HttpEngine):
     def submit(self, request: Request) -> None:
         """See `base.Engine.submit`. Only what the server reports as `Completion` promises it."""
         sampling, processed = request.sampling, self._own.processed
-        if not processed and sampling.temperature not in (0.0, 1.0):
+        if not processed and sampling.temperature not in (0.0, 1.0) and not request.unread:
             raise RequestError(
                 f"temperature {sampling.temperature:g}: the server reports log-probabilities before it; have it report "
                 "processed ones, and set options.processed"
             )
-        if processed and sampling.truncated:
+        if processed and sampling.truncated and not request.unread:
             raise RequestError(
                 "top_p, top_k, min_p: the server reports log-probabilities after truncation (options.processed)"
             )

@@ -145,12 +145,12 @@ class VllmEngine(AsyncEngine):
         sampling = request.sampling
         if sampling.routing_replay and not self._routed:
             raise RequestError("rollout.sampling.routing_replay: this engine was started without it")
-        if self._raw and (sampling.candidates or sampling.temperature not in (0.0, 1.0)):
+        if self._raw and (sampling.candidates or sampling.temperature not in (0.0, 1.0)) and not request.unread:
             raise RequestError(
                 f"temperature {sampling.temperature:g}, candidates {sampling.candidates}: this engine was started for "
                 "temperature 1 without candidates (rollout.sampling), whose log-probabilities it reports"
             )
-        if not self._raw and not sampling.candidates and sampling.truncated:
+        if not self._raw and not sampling.candidates and sampling.truncated and not request.unread:
             raise RequestError(
                 "vLLM reports no log-probabilities of the untruncated distribution at a temperature other than 1: "
                 "set rollout.sampling.candidates, leave top_p, top_k and min_p out, or use temperature 1"
