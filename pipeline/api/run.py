@@ -16,9 +16,10 @@ from penstock.pipeline.config.load import as_overrides
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.folder import address_file, address_of, is_live, named
 from penstock.pipeline.run.lock import came_to, holder
-from penstock.pipeline.run.summary import check_run, rows_behind, steps_in, steps_of
+from penstock.pipeline.run.summary import check_run, steps_in, steps_of
 from penstock.pipeline.tools.rollouts import rollouts
 from penstock.protocols.mailbox import DeadlineError
+from penstock.services.runtime.lines import rows_behind
 from penstock.services.runtime.user_folders import VARIABLE, listed
 
 FOLDERS, OUTPUT = "folders.json", "output.log"

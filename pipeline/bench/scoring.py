@@ -18,10 +18,11 @@ from penstock.pipeline.bench.machine import describe
 from penstock.pipeline.bench.peers import TRL, need_trl, run_trl
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.run.command import penstock
-from penstock.pipeline.run.summary import read_lines, steps_of
+from penstock.pipeline.run.summary import steps_of
 from penstock.protocols.experience import Group, Prompt, Trajectory
 from penstock.services.reward.config import FunctionConfig, RewardConfig
 from penstock.services.reward.service import Reward
+from penstock.services.runtime.lines import read_lines
 from penstock.services.runtime.scorer import ScoringTask
 
 JUDGE = "penstock.pipeline.bench.judge:judge"

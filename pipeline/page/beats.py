@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from penstock.pipeline.run.summary import lines_behind, parsed
+from penstock.services.runtime.lines import lines_behind, parsed
 
 BEATS = 1500
 """Points over time that are kept, from end to end: of more, every second, every third, … is. While a page is open they

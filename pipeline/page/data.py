@@ -14,7 +14,8 @@ from typing import Any
 from penstock.pipeline.config import Config, dump, load
 from penstock.pipeline.page.alerts import READ, alerts, sessions
 from penstock.pipeline.page.beats import Beats
-from penstock.pipeline.run.summary import finite, lines_behind, parsed, read_summary, rows_behind, steps_in
+from penstock.pipeline.run.summary import finite, read_summary, steps_in
+from penstock.services.runtime.lines import lines_behind, parsed, rows_behind
 
 DIGITS = 6
 LOADS = ("time", "receiver", "version", "pause_s", "receive_s")

@@ -16,11 +16,11 @@ from penstock.pipeline.page.data import evenly
 from penstock.pipeline.page.folding import folded
 from penstock.pipeline.page.thumbnails import Thumbnails
 from penstock.pipeline.run.folder import model_path
-from penstock.pipeline.run.summary import each_line
 from penstock.pipeline.tools.rollouts import by_token_values, of_tokens, readable
 from penstock.protocols.experience import ALONE, Group, Trajectory
 from penstock.services.broker import archive
 from penstock.services.broker.samples import rows
+from penstock.services.runtime.lines import each_line
 from penstock.services.trainer import judged
 
 log = structlog.get_logger()

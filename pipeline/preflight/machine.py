@@ -142,7 +142,7 @@ def _writable(folder: Path) -> bool:
 
 
 def _look_at_disk(config: Config, folder: Path, report: Report) -> None:
-    begun = (folder / "config.yaml").is_file()
+    begun, given = (folder / "config.yaml").is_file(), folder
     key, remedy = ("the run's folder", "move it") if begun else ("run.folder", "choose another folder")
     folder = folder.absolute()
     while not folder.exists():
@@ -155,12 +155,18 @@ def _look_at_disk(config: Config, folder: Path, report: Report) -> None:
         return
     needs = host_needs(config)
     left = shutil.disk_usage(folder).free / GIB
+    if begun:  # what is there already is among what they take
+        left += sum(_bytes_below(given / name) for name in ("checkpoints", "critic/checkpoints")) / GIB
     if needs and left < needs.checkpoints:
         report.here.append(
             f"trainer.checkpoint.keep={config.trainer.checkpoint.keep}: checkpoints take {needs.checkpoints:.0f} GiB, "
             f"one that is being written included, and {left:.0f} GiB are free on the disk of {folder}; keep fewer, or "
             f"{'move' if begun else 'set'} {key}"
         )
+
+
+def _bytes_below(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _look_at_memory(config: Config, report: Report) -> None:

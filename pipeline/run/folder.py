@@ -87,7 +87,8 @@ def begin(config: Config, folder: Path, origin: Origin) -> None:
     write_origin(folder, origin)
     write_whole(own, dump(config))
     run_name(folder)  # now, before the folder can be moved
-    (folder / "summary.json").unlink(missing_ok=True)
+    for name in ("summary.json", "report.html"):
+        (folder / name).unlink(missing_ok=True)
     device_turn.forget_turns(folder)
     crashes.forget(folder)
 

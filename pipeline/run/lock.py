@@ -24,7 +24,11 @@ def held(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
     """Nobody else runs in ``folder`` meanwhile; the kernel gives it free when this process ends, however that is.
     Raises `ConfigError` where somebody does for ``wait_s`` yet."""
     deadline = time.monotonic() + wait_s
-    with (folder / LOCK).open("a+") as file:
+    try:
+        opened = (folder / LOCK).open("a+")
+    except OSError as error:
+        raise ConfigError(f"--resume: cannot write {folder / LOCK}: {error.strerror}") from None
+    with opened as file:
         while not _take(file):
             if time.monotonic() >= deadline:
                 waited = f", {wait_s:g} s later too" if wait_s else ""
@@ -32,9 +36,12 @@ def held(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
                     f"--resume: the run in {folder} is going on already{waited}; watch it with: penstock top {folder}"
                 )
             time.sleep(RETRY_S)
-        file.truncate(0)
-        file.write(f"{os.getpid()} {psutil.Process().create_time()}")
-        file.flush()
+        try:
+            file.truncate(0)
+            file.write(f"{os.getpid()} {psutil.Process().create_time()}")
+            file.flush()
+        except OSError as error:  # a full disk, say
+            raise ConfigError(f"--resume: cannot write {folder / LOCK}: {error.strerror}; free some space") from None
         try:
             yield
         finally:

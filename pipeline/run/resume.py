@@ -11,7 +11,8 @@ from typing import Any
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.config.origin import Origin, read
 from penstock.pipeline.config.passwords import HIDDEN
-from penstock.pipeline.run.summary import check_run, read_lines, read_summary
+from penstock.pipeline.run.summary import check_run, read_summary
+from penstock.services.runtime.lines import read_lines
 
 FIXED = (
     "model", "prompts.train", "prompts.shuffle", "prompts.curriculum", "prompts.eval", "prompts.eval_given",

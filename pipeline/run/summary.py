@@ -5,60 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.report.findings import findings
 from penstock.protocols.messages import LedgerReply
+from penstock.services.runtime.lines import read_lines
 
 WINDOW = 10
 """reward_last is the mean over this many steps, of those that have one."""
-
-
-Row = dict[str, Any]
-
-
-def read_lines(path: Path) -> list[Row]:
-    """The rows of a JSONL file; a last line that was cut short is left out."""
-    return list(each_line(path))
-
-
-def each_line(path: Path) -> Iterator[Row]:
-    """The same, one after the other."""
-    if path.is_file():
-        with path.open("rb") as lines:
-            for line in lines:
-                yield from parsed(line)
-
-
-def parsed(line: bytes) -> list[Row]:
-    """The row in a line; none where it was cut short."""
-    try:
-        return [json.loads(line)]
-    except ValueError:
-        return []
-
-
-def lines_behind(path: Path, at: int) -> Iterator[bytes]:
-    """The lines behind byte ``at`` of a file that is being written; the last one once it is whole."""
-    if path.is_file():
-        with path.open("rb") as lines:
-            lines.seek(at)
-            for line in lines:
-                if not line.endswith(b"\n"):  # the next read would begin behind it, and give its end alone
-                    return
-                yield line
-
-
-def rows_behind(path: Path, at: int) -> tuple[list[Row], int]:
-    """Their rows, and where the last one ends: what is behind that is new the next time."""
-    rows: list[Row] = []
-    for line in lines_behind(path, at):
-        at += len(line)
-        rows += parsed(line)
-    return rows, at
 
 
 def check_run(folder: Path, key: str = "RUN") -> None:
@@ -125,7 +82,7 @@ def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts
         "reward_first": rewards[0] if rewards else None,
         "reward_last": sum(last) / len(last) if last else None,
         "eval_before": state["evaluations"].get("before"),
-        "eval_after": state["evaluations"].get("after"),
+        "eval_after": state["evaluations"].get("after") if state["evaluated_after"] == state["step"] else None,
         "eval_loss_before": losses.get("0"),
         "eval_loss_after": losses.get(str(state["step"])),
         "eval_best": best["score"] if (best := state.get("best")) else None,

@@ -15,11 +15,12 @@ from statistics import median
 import psutil
 
 from penstock.pipeline.config import Config, ConfigError, load
-from penstock.pipeline.run.summary import read_lines, steps_of
+from penstock.pipeline.run.summary import steps_of
 from penstock.pipeline.simulate.costs import Costs, mean
 from penstock.pipeline.simulate.world import World
 from penstock.services.broker import archive
 from penstock.services.runtime.gpus import visible_gpus
+from penstock.services.runtime.lines import read_lines
 
 SKIPPED = 2
 """First steps, in which everything warms up."""

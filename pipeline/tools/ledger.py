@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.pipeline.config import ConfigError
-from penstock.pipeline.run.summary import read_lines
+from penstock.services.runtime.lines import read_lines
 
 
 def show_ledger(console: Console, folder: Path, as_json: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,9 +24,11 @@ def adapter_of(checkpoint: Path) -> AdapterShape | None:
     found = read_shape(checkpoint, "CHECKPOINT")
     if not found.base:
         raise ConfigError(f"CHECKPOINT: {checkpoint / CONFIG} does not say what model it is for")
+    beside = checkpoint.resolve().parent.parent / "model"  # of a tiny model, whose run's folder may have been moved
+    if Path(found.base).name == "model" and (beside / "config.json").is_file():
+        return replace(found, base=str(beside))  # where it was may be another run's by now
     if not Path(found.base).is_absolute() or Path(found.base).is_dir():
         return found
-    beside = checkpoint.resolve().parent.parent / "model"  # of a tiny model, whose run's folder was moved
     if not (beside / "config.json").is_file():
         raise ConfigError(
             f"CHECKPOINT: the model that it is for is not in {found.base} any more; say where it is now as "
@@ -50,6 +54,23 @@ def merge(
         raise ConfigError(f"CHECKPOINT: {checkpoint} is no adapter: it has no {CONFIG}; a whole model needs no merging")
     if out.exists():
         raise ConfigError(f"OUT: {out} exists; choose another folder")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        making = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    except OSError as error:
+        raise ConfigError(f"OUT: cannot write to {out.parent}: {error.strerror}") from None
+    try:
+        _write_merged(checkpoint, about, making, dtype)
+        making.chmod(0o755)
+        making.rename(out)
+    except OSError as error:
+        raise ConfigError(f"OUT: cannot write {out}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+    typer.echo(f"written: {out}")
+
+
+def _write_merged(checkpoint: Path, about: AdapterShape, out: Path, dtype: Dtype) -> None:
     import torch
     from peft import PeftModel
     from transformers import AutoTokenizer, GenerationConfig
@@ -71,7 +92,6 @@ def merge(
     tokenizer = AutoTokenizer.from_pretrained(str(checkpoint))
     write_generation_config(told, tokenizer, out)
     tokenizer.save_pretrained(out)
-    typer.echo(f"written: {out}")
 
 
 def round_as_trained(base: Any, checkpoint: Path, about: AdapterShape) -> None:

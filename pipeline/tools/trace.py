@@ -12,9 +12,10 @@ from typing import Any
 
 from penstock.pipeline.page.alerts import sessions
 from penstock.pipeline.page.data import as_json
-from penstock.pipeline.run.summary import check_run, read_lines, steps_in
+from penstock.pipeline.run.summary import check_run, steps_in
 from penstock.pipeline.tools.output import output
 from penstock.services.runtime.files import write_whole
+from penstock.services.runtime.lines import read_lines
 
 Event = dict[str, Any]
 Rows = list[dict[str, Any]]

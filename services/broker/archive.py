@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -42,6 +43,9 @@ class Archive:
         return _file(self._folder, step)
 
 
+STEP = re.compile(r"step-(\d+)\.msgpack")
+
+
 def _file(archive: Path, step: int) -> Path:
     return archive / f"step-{step:06d}.msgpack"
 
@@ -57,7 +61,8 @@ def open_group(taken: TakenGroup) -> Group:
 
 def steps(folder: Path) -> list[int]:
     """Which steps of a run are in its archive, ascending."""
-    return sorted(int(path.stem.removeprefix("step-")) for path in (folder / "archive").glob("step-*.msgpack"))
+    found = (STEP.fullmatch(path.name) for path in (folder / "archive").glob("step-*.msgpack"))
+    return sorted(int(match[1]) for match in found if match)
 
 
 def read(folder: Path, first: int = 0, unread: Callable[[str], None] | None = None) -> Iterator[tuple[Batch, str]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from penstock.services.broker.rules.course import Best, best_of
+from penstock.services.runtime.lines import each_line
 
 if TYPE_CHECKING:
     from penstock.services.broker.state import BrokerState
@@ -26,8 +29,9 @@ def shown(state: BrokerState) -> dict[str, Any] | None:
 
 
 def worth_keeping(state: BrokerState) -> list[int]:
-    """Versions whose checkpoint is the best one, or may become so."""
-    found = best_of(each for each in _course(state) if each[0])
+    """Versions whose checkpoint is the best one, or may become so; by other rewards than there are now, where nothing
+    has been evaluated since."""
+    found = best_of(each for each in _course(state) or _whole_course(state) if each[0])
     under_way = state.evaluation.round
     return [*([found.step] if found else []), *([under_way.step] if under_way else [])]
 
@@ -64,8 +68,43 @@ def _by_loss(state: BrokerState) -> bool:
     return prompts.best_by in prompts.eval_given if prompts.best_by else not prompts.evaluates
 
 
+def measure(state: BrokerState) -> str:
+    """What evaluations are measured by, in short."""
+    said = json.dumps(state.settings.described.get("reward"), sort_keys=True, default=str)
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+def remember_measure(state: BrokerState, row: dict[str, Any]) -> None:
+    """What was written down of `measure` by the broker before this one."""
+    now = measure(state)
+    state.progress.measured_since = row.get("measured_since", -1)
+    if row.get("measured", now) != now:
+        state.progress.measured_since = max([state.groups.ledger.committed, *state.evaluation.steps.values()])
+        log.warning("rewards are other ones: evaluations so far count for no best version", step=row.get("step"))
+
+
+def recall(state: BrokerState) -> None:
+    """Evaluations that the run's files know of and the store does not, up to the newest checkpoint: a run that goes on
+    from that in a new store would take the next one for the best, and delete the checkpoint that is."""
+    folder = state.settings.folder
+    saved = [path.name.removeprefix("step-") for path in (folder / "checkpoints").glob("step-*")]
+    newest = max((int(version) for version in saved if version.isdigit()), default=-1)
+    for row in each_line(folder / "metrics.jsonl"):
+        if row.get("step", 0) > newest:
+            continue
+        if row.get("kind") == "eval":
+            state.evaluation.recall(row)
+        elif row.get("kind") == "eval_loss":
+            state.losses.note(row["step"], row["sets"])
+
+
 def _course(state: BrokerState) -> list[tuple[int, float]]:
     """Step and score of each evaluation that counts."""
+    since = -1 if _by_loss(state) else state.progress.measured_since
+    return [each for each in _whole_course(state) if each[0] > since]
+
+
+def _whole_course(state: BrokerState) -> list[tuple[int, float]]:
     of = state.losses if _by_loss(state) else state.evaluation
     return of.course(state.settings.prompts.best_by)
 

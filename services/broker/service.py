@@ -59,11 +59,13 @@ class Broker:
         state, progress = self._state, self._state.progress
         rows = state.store.rows("broker")
         if not rows:
+            best_version.recall(state)
             return
         row = rows["all"]
         progress.totals |= row["totals"]
         progress.tallies = {name: Tally(**said) for name, said in row.get("tallies", {}).items()}
         self._cut_short = row.get("evaluating")
+        best_version.remember_measure(state, row)
         best_version.take_up(state, row.get("early", {}))
         progress.training_since, progress.trained_until = row["training_since"], row["trained_until"]
         progress.started_at = row["started_at"]
@@ -71,10 +73,10 @@ class Broker:
         progress.final_checkpoints |= row.get("final_checkpoints", {})
         progress.learned |= row.get("learned", {})
         now = clock.now()
-        if progress.training_since:  # the time that no broker was there is not training time
-            away = max(0.0, now - row["at"])  # a clock may have been set back
+        away = max(0.0, now - row["at"])  # in which there was no broker; a clock may have been set back
+        progress.started_at += away
+        if progress.training_since:
             progress.training_since += away
-            progress.started_at += away
             progress.trained_until = progress.trained_until and progress.trained_until + away
         self._extend_deadlines(now)
         scoring.complete(state)
@@ -95,6 +97,8 @@ class Broker:
             "final_checkpoints": dict(progress.final_checkpoints),
             "learned": dict(progress.learned),
             "early": best_version.early_end(state),
+            "measured": best_version.measure(state),
+            "measured_since": progress.measured_since,
         }
         now = clock.now()
         if row != self._written or now - self._written_at > WRITE_S:

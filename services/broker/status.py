@@ -144,6 +144,7 @@ def live_state(state: BrokerState) -> dict[str, Any]:
         "version": state.versions.latest,
         "max_lag": state.settings.gate.max_lag,
         "evaluations": dict(state.evaluation.results),
+        "evaluated_after": state.evaluation.steps.get("after"),
         "evaluations_by_set": dict(state.evaluation.by_set),
         "eval_losses": {str(step): sets for step, sets in state.losses.by_step.items()},
         "rewards": rewards(state),

@@ -225,7 +225,13 @@ def latest(folder: Path) -> Path | None:
 def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:
     """Loads the trainer's own state; the model's weights were loaded from ``path`` already. Returns the ledger tail.
     Raises `CheckpointError` where it is another model's."""
-    state = json.loads((path / "trainer" / STATE).read_text())
+    try:
+        state = json.loads((path / "trainer" / STATE).read_text())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} has no trainer/{STATE}: copy it with its folder trainer/, from which a run goes on, or begin "
+            "a new run with its weights by model.path"
+        ) from None
     folder = path / "trainer" / OPTIMIZER
     if folder.is_dir():
         reader = HuggingFaceStorageReader(str(folder))

@@ -15,6 +15,7 @@ from penstock.protocols.mailbox import DeadlineError, FencedError, RefusedError
 from penstock.protocols.messages import Batch, Exhausted, HelloNeeded, Message, Stop, Take
 from penstock.services.runtime import failpoint, health
 from penstock.services.runtime.actor import Actor
+from penstock.services.runtime.errors import SetupError
 
 log = structlog.get_logger()
 
@@ -77,6 +78,11 @@ class StepDesk:
                 take = Take(step=step, after=list(after))  # a batch that is long on its way is not asked for again
                 reply = self._answer(self._actor.mailbox.ask_later(take, deadline_s, again=False))
             except RefusedError as refusal:
+                if "cannot be redone" in str(refusal):
+                    raise SetupError(
+                        f"{refusal}. That checkpoint, or what the store had, is gone from the run's folder: put it "
+                        "back, or begin a new run from the newest checkpoint that there is (model.path)"
+                    ) from refusal
                 if refusal.code != "not_ready":
                     raise
                 log.warning(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.pipeline.run.summary import read_lines
 from penstock.services.broker import beats
 from penstock.services.broker.beats import Beats
+from penstock.services.runtime.lines import read_lines
 
 
 def test_older_lines_are_thinned_and_the_last_ones_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import redis
 
-from penstock.pipeline.run.summary import read_lines
 from penstock.protocols import messages as m
 from penstock.protocols.columns import Column, ColumnTable, WeightedSum
 from penstock.protocols.experience import Group, GroupSummary, Trajectory, as_bytes, summarize
@@ -26,6 +25,7 @@ from penstock.services.broker.service import Broker
 from penstock.services.broker.state import BrokerSettings
 from penstock.services.broker.store import StoreError
 from penstock.services.rollout.config import SamplingConfig
+from penstock.services.runtime.lines import read_lines
 
 N, B = 2, 3
 REWARDS = Column(name="reward/exact", scorer="reward", nullable=True, evaluated=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from itertools import combinations
@@ -13,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from penstock.pipeline.run.summary import read_lines
 from penstock.protocols import messages as m
 from penstock.protocols.experience import Prompt, Sampling, Trajectory
+from penstock.services.broker import best_version
 from penstock.services.broker.config import EvalSampling, PromptsConfig
 from penstock.services.broker.rules.course import best_of
 from penstock.services.broker.rules.evaluation import Evaluation, majority, pass_at
@@ -23,6 +24,7 @@ from penstock.services.broker.rules.held_out_losses import HeldOutLosses
 from penstock.services.broker.rules.journal import Volatile
 from penstock.services.broker.scoring import _vote
 from penstock.services.data.held_out import HeldOut
+from penstock.services.runtime.lines import read_lines
 from tests.broker.machine import Memory
 from tests.broker.test_broker import Stage
 
@@ -69,6 +71,53 @@ def test_the_newest_evaluation_is_the_last() -> None:
         assert evaluation.finish(number, step, step, 1, 2) and evaluation.score(number, step / 100)
     assert list(evaluation.by_set.items())[-1] == ("after", {"easy": 0.4})
     assert evaluation.course() == [(0, 0.0), (20, 0.2), (30, 0.3), (40, 0.4)], "and none before is forgotten"
+
+
+EVALUATED = PromptsConfig.model_validate({"train": {"type": "sort", "size": 50}, "eval": {"type": "sort", "size": 4}})
+
+
+def test_a_round_of_which_few_prompts_had_a_reward_is_no_best(tmp_path: Path) -> None:
+    journal = Volatile()
+    evaluation = Evaluation(journal, 4, [])
+    for label, step, rewards in (("step 10", 10, [0.5] * 4), ("step 20", 20, [1.0, None, None, None])):
+        evaluation.start(label, step, None)
+        for number, reward in zip(list(evaluation.leases.open), rewards, strict=True):
+            assert evaluation.finish(number, step, step, 1, 2)
+            _ = evaluation.drop(number, "away") if reward is None else evaluation.score(number, reward)
+    assert evaluation.results["step 20"] == 1.0, "it is told"
+    assert evaluation.course() == [(10, 0.5)]
+
+
+def test_a_new_store_is_told_of_the_evaluations_before(tmp_path: Path, redis_url: str) -> None:
+    """Or the next one would be the best, and the checkpoint of the best one deleted."""
+    rows = [
+        {"kind": "eval", "label": f"step {step}", "step": step, "reward": reward, "sets": {"held_out": reward}}
+        for step, reward in ((4, 0.5), (8, 0.9), (12, 0.7), (16, 1.0))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for version in (8, 12):
+        (tmp_path / "checkpoints" / f"step-{version:06d}").mkdir(parents=True)
+    stage = Stage(tmp_path, redis_url, prompts=EVALUATED)
+    state = stage.broker._state
+    assert best_version.worth_keeping(state) == [8], "step 16 has no checkpoint, and is done again"
+    stage.close()
+
+
+def test_evaluations_by_other_rewards_are_no_rivals(tmp_path: Path, redis_url: str) -> None:
+    rewards = [{"reward": {"functions": [{"function": name}]}} for name in ("number", "exact_match")]
+    stage = Stage(tmp_path, redis_url, prompts=EVALUATED, described=rewards[0])
+    state = stage.broker._state
+    state.evaluation.recall({"label": "step 2", "step": 2, "reward": 0.9, "sets": {}})
+    stage.broker._remember()
+    state.store.commit()
+    stage.close()
+    for described, best in ((rewards[0], 0.9), (rewards[1], None)):
+        again = Stage(tmp_path, redis_url, prompts=EVALUATED, described=described)
+        state = again.broker._state
+        found = best_version.best(state)
+        assert (found.score if found else None) == best
+        assert best_version.worth_keeping(state) == [2], "until there is one by the new rewards"
+        again.close()
 
 
 def test_of_two_evaluations_of_the_same_version_one_counts() -> None:

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from penstock.pipeline.run.summary import read_lines
 from penstock.protocols import messages as m
 from penstock.protocols.columns import Column, ColumnTable, WeightedSum
 from penstock.services.broker.config import ColumnFilter, RangeFilter, ReplayConfig, VarianceFilter
@@ -21,6 +20,7 @@ from penstock.services.broker.rules.filtering import Verdict, why_filtered
 from penstock.services.broker.rules.gate import Gate
 from penstock.services.broker.rules.groups import GroupTracker
 from penstock.services.rollout.config import SamplingConfig
+from penstock.services.runtime.lines import read_lines
 from tests.broker.machine import COLUMNS, Memory
 from tests.broker.test_broker import B, Peer, Stage
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.pipeline.run.summary import read_lines
 from penstock.protocols import messages as m
 from penstock.protocols.columns import Column, ColumnTable, WeightedSum
 from penstock.protocols.experience import Prompt
 from penstock.services.broker.config import BrokerConfig, PromptsConfig, ReplayConfig
+from penstock.services.runtime.lines import read_lines
 from tests.broker.test_broker import B, Peer, Stage
 from tests.broker.test_filtering import said
 

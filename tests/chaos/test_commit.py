@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.pipeline.run.summary import read_lines
+from penstock.services.runtime.lines import read_lines
 from tests.chaos.harness import SMALL, Schedule, carry_out
 
 POINTS = ("commit-applied:2", "commit-durable:4", "trained:6", "committed:8", "commit-durable:10", "published:11")

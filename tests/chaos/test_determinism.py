@@ -13,7 +13,6 @@ import torch
 
 from penstock.pipeline.config import Config, load
 from penstock.pipeline.run.folder import run_key
-from penstock.pipeline.run.summary import read_lines
 from penstock.protocols.digests import Gmac
 from penstock.protocols.experience import Trajectory
 from penstock.services.data import open_source
@@ -27,6 +26,7 @@ from penstock.services.reward.functions.exact_match import exact_match
 from penstock.services.rollout.engines.base import Request
 from penstock.services.rollout.engines.torch.engine import TorchEngine
 from penstock.services.runtime.failpoint import VARIABLE
+from penstock.services.runtime.lines import read_lines
 from penstock.services.trainer.learner import Learner
 from penstock.services.turns.tokenizer import Tokenizer
 from penstock.services.weights.sender.shard_exporter import ShardExporter

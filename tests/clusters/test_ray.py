@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock.pipeline.run.summary import read_lines
+from penstock.services.runtime.lines import read_lines
 from tests.deploy.stack import until
 from tests.e2e.runs import QUICKSTART, ROOT, check_promises
 

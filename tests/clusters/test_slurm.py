@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.pipeline.run.summary import read_lines
+from penstock.services.runtime.lines import read_lines
 from tests.clusters.slurm import CPUS, Slurm, missing
 from tests.deploy.stack import until
 from tests.e2e.runs import QUICKSTART, ROOT, check_promises

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock.pipeline.run.summary import read_lines
+from penstock.services.runtime.lines import read_lines
 from tests.deploy.stack import until
 from tests.e2e.runs import ROOT, Run, check_promises
 

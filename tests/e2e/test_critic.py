@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.pipeline.run.summary import read_lines, steps_of
+from penstock.pipeline.run.summary import steps_of
 from penstock.services.runtime.failpoint import VARIABLE
+from penstock.services.runtime.lines import read_lines
 from tests.chaos.harness import SMALL
 from tests.e2e.runs import ROOT, SHORT, Run, check_promises
 

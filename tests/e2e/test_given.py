@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from penstock.pipeline.run.summary import read_lines, steps_of
+from penstock.pipeline.run.summary import steps_of
+from penstock.services.runtime.lines import read_lines
 from tests.e2e.runs import ROOT, Run, check_promises
 
 ALONE = ["prompts.eval=null", "rollout.engine={type: none, max_length: 32}", "replay.archive=all"]

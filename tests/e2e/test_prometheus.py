@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.pipeline.run.summary import read_lines
 from penstock.services.broker.prometheus import Exporter
 from penstock.services.runtime.address import reached_at
+from penstock.services.runtime.lines import read_lines
 from tests.e2e.collector import Collector
 from tests.e2e.runs import ROOT, SHORT, WHOLE, Run
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.pipeline.run.summary import read_lines, steps_of
+from penstock.pipeline.run.summary import steps_of
+from penstock.services.runtime.lines import read_lines
 from tests.e2e.runs import QUICKSTART, ROOT, SHORT, WHOLE, Run, check_promises
 
 

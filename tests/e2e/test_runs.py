@@ -23,8 +23,9 @@ import redis
 from typer.testing import CliRunner
 
 from penstock.pipeline import cli
-from penstock.pipeline.run.summary import read_lines, steps_of
+from penstock.pipeline.run.summary import steps_of
 from penstock.services.learning import checkpoint
+from penstock.services.runtime.lines import read_lines
 from tests.e2e.documented import undocumented
 from tests.e2e.runs import QUICKSTART, ROOT, SHORT, WHOLE, Run, check_promises, free_port, page_of
 

@@ -22,7 +22,8 @@ TOTALS = (
 )  # fmt: skip
 STATE = {
     "run": "first", "step": 12, "steps": 12, "version": 12, "phase": "done", "evaluations": {"before": math.inf},
-    "evaluations_by_set": {}, "eval_losses": {}, "max_lag": 2, "dropped": 0, "filtered": {}, "rewards": {},
+    "evaluations_by_set": {}, "evaluated_after": None, "eval_losses": {}, "max_lag": 2, "dropped": 0,
+    "filtered": {}, "rewards": {},
     "train_s": 1.0, "wall_s": 2.0,
     "totals": dict.fromkeys(TOTALS, 0),
 }  # fmt: skip
@@ -41,6 +42,13 @@ def test_a_step_without_a_reward_leaves_a_summary_that_is_json(tmp_path: Path) -
     assert finite({"reward": [math.nan, 0.1]}) == {"reward": [None, 0.1]}
 
 
+@pytest.mark.parametrize(("after", "said"), [(12, 0.5), (10, None)])
+def test_an_evaluation_of_an_earlier_end_is_not_that_of_this_one(tmp_path: Path, after: int, said: float) -> None:
+    (tmp_path / "config.yaml").write_text("model: {type: tiny}\nprompts: {train: {type: sort}}\n")
+    state = STATE | {"evaluations": {"after": 0.5}, "evaluated_after": after}
+    assert conclude(tmp_path, state, LedgerReply(steps=12, untrained=[]), 0, "interrupted")["eval_after"] == said
+
+
 def test_a_report_that_is_not_written_costs_no_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.yaml").write_text("model: {type: tiny}\nprompts: {train: {type: sort}}\n")
     (tmp_path / "metrics.jsonl").touch()
@@ -56,6 +64,8 @@ def test_a_report_that_is_not_written_costs_no_summary(tmp_path: Path, monkeypat
 
 def test_an_evaluation_says_where_it_lies_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = {"evaluations": {"before": {"held_out": 0.25}}, "look_at_this": ["2 evaluation prompts have no reward"]}
-    print_evaluation(Console(width=40), found, tmp_path)
+    (tmp_path / "config.yaml").write_text("model: {type: tiny}\nprompts: {train: {type: sort}, eval_size: 99}\n")
+    print_evaluation(Console(width=80), found, tmp_path)
     said = capsys.readouterr().out
+    assert "its first 99 rows at most (prompts.eval_size)" in said
     assert f"see {tmp_path / 'metrics.jsonl'}\n" in said and "0.2500" in said and "look at this:" in said

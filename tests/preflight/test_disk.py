@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,11 @@ import pytest
 from penstock.pipeline.config import load
 from penstock.pipeline.preflight.machine import _look_at_disk
 from penstock.pipeline.preflight.report import Report
-from tests.e2e.runs import QUICKSTART
+from penstock.pipeline.resources.host import host_needs
+from penstock.pipeline.resources.trainer_memory import GIB
+from tests.e2e.runs import QUICKSTART, ROOT
+
+PRETRAINED = ROOT / "configs" / "grpo-0.5b.yaml"
 
 
 def looked_at(folder: Path, run_folder: str) -> list[str]:
@@ -27,3 +32,23 @@ def test_a_run_that_goes_on_is_looked_for_in_its_own_folder(tmp_path: Path, monk
     assert not looked_at(tmp_path, "runs")
     monkeypatch.setattr("penstock.pipeline.preflight.machine._writable", lambda folder: folder != tmp_path)
     assert looked_at(tmp_path, str(tmp_path.parent)) == [f"the run's folder: cannot write to {tmp_path}; move it"]
+
+
+def test_checkpoints_that_are_there_are_among_those_that_room_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, usage = load(PRETRAINED), shutil.disk_usage(tmp_path)
+    needs = host_needs(config)
+    assert needs
+    wanted = int(needs.checkpoints * GIB)
+    (tmp_path / "config.yaml").touch()
+    monkeypatch.setattr("penstock.pipeline.preflight.machine.LEAST_MIB", 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=wanted - 1000))
+    report = Report()
+    _look_at_disk(config, tmp_path, report)
+    assert "checkpoints take" in report.here[0]
+    (folder := tmp_path / "checkpoints" / "step-000050").mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(bytes(2000))
+    report = Report()
+    _look_at_disk(config, tmp_path, report)
+    assert not report.here

@@ -87,6 +87,10 @@ def majority(answers: Sequence[str | None], rewards: Sequence[float]) -> float:
     return rewards[answers.index(votes.most_common(1)[0][0])]
 
 
+LEAST = 0.5
+"""A round in which a smaller share of the prompts had a reward says too little of a version to compare it by."""
+
+
 class Evaluation:
     """The round in progress, if any, and the results of those before it, which alone are durable: a round that a crash
     cuts short is run again."""
@@ -109,6 +113,8 @@ class Evaluation:
         self.steps: dict[str, int] = {}
         """Label to the step it was made at."""
         self._made = 0
+        self._few: set[str] = set()
+        """Labels of rounds of which fewer than `LEAST` had a reward."""
         for label, row in sorted(journal.rows(self.TABLE).items(), key=lambda item: item[1]["made"]):
             self._keep(label, row)
         # A broker that was started again must not take a late answer to the round before for one of this.
@@ -162,13 +168,20 @@ class Evaluation:
         self.round.unusable.append(reason)
         return self._end()
 
+    def recall(self, row: Mapping[str, Any]) -> None:
+        """What metrics.jsonl says of an earlier round, where the store knows of none."""
+        kept = {"reward": row["reward"], "by_set": row["sets"], "step": row["step"], "made": self._made + 1}
+        self._keep(row["label"], kept)
+        self._journal.put(self.TABLE, row["label"], kept)
+
     def course(self, by: str | None = None) -> list[tuple[int, float]]:
         """Step and mean reward of each evaluation that has one, by step: over all prompts, or those of the set ``by``.
-        Of two after the same step the last one counts."""
+        Of two after the same step the last one counts; one in which most prompts had no reward, whose judge was away
+        say, does not."""
         found = {label: self.by_set.get(label, {}).get(by) if by else reward for label, reward in self.results.items()}
         course: dict[int, float] = {}
         for label, reward in found.items():
-            if reward is not None:
+            if reward is not None and label not in self._few:
                 course[self.steps[label]] = reward
         return sorted(course.items())
 
@@ -179,6 +192,7 @@ class Evaluation:
         finished, self.round = self.round, None
         self._put_aside(finished)
         row = {"reward": finished.mean(), "by_set": finished.means(), "step": finished.step, "made": self._made + 1}
+        row["few"] = sum(map(len, finished.rewards.values())) < LEAST * self.size
         self._keep(finished.label, row)
         self._journal.put(self.TABLE, finished.label, row)
         return finished
@@ -198,3 +212,4 @@ class Evaluation:
             known.pop(label, None)  # what is measured again is the newest
         self.results[label], self.by_set[label], self.steps[label] = row["reward"], row["by_set"], row["step"]
         self._made = row["made"]
+        (self._few.add if row.get("few") else self._few.discard)(label)
