@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 import weakref
 from collections.abc import Callable
 
@@ -22,6 +24,8 @@ TURN_BYTES = 256 << 20
 """Received at once: all of a turn is made durable in one write, and Redis takes a gigabyte."""
 MOST_REASON = 2000
 """Characters of a refusal, which may quote what was refused."""
+TELL_S = 10.0
+"""Who is refused at the door is told of no more often."""
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
@@ -78,6 +82,7 @@ class RouterServer:
         """In all messages so far."""
         self.strangers = 0
         """Connections refused so far for want of a key."""
+        self._told_at = -math.inf
         self.guests: dict[str, str] = {}
         """Identity to public key of those who came in as guests."""
         self._run_key = keys.client_public if keys else None
@@ -90,7 +95,9 @@ class RouterServer:
         while self._monitor.poll(0):
             recv_monitor_message(self._monitor)
             self.strangers += 1
-            log.warning("a peer was refused at the door: no key, or a wrong one", refused=self.strangers)
+            if time.monotonic() - self._told_at > TELL_S:  # or a stranger could fill the disk with it
+                self._told_at = time.monotonic()
+                log.warning("peers are refused at the door: no key, or a wrong one", refused=self.strangers)
         if not self._socket.poll(int(timeout_s * 1000)):
             return received
         taken = 0

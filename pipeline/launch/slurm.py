@@ -35,7 +35,7 @@ while :; do
   code=$?
   kill -0 $work 2>/dev/null || break  # a signal ends a wait, too
 done
-if {{ [ -n "$again" ] && [ $code -eq 130 ]; }} || [ $code -eq 75 ]; then  # 75: its run is not there yet
+if {{ [ -n "$again" ] && [ $code -eq 130 ]; }} || {{ [ $code -eq 75 ]{unless}; }}; then  # 75: its run is not there yet
   scontrol requeue $SLURM_JOB_ID && exit
 fi
 {at_end}exit $code
@@ -43,6 +43,8 @@ fi
 _REGISTER = """\
 echo $SLURM_ARRAY_JOB_ID >> {members}  # who is cancelled when the run has failed
 """
+_UNLESS_GONE = ' && [ -n "$(squeue --noheader --jobs "$(cat {head})" 2>&1 | grep --invert-match "Invalid job id")" ]'
+"""The run's own job is in no queue any more: nobody would begin it."""
 _CANCEL = """\
 if [ $code -ne 0 ]; then
   xargs --no-run-if-empty scancel < {members}  # whoever would wait for it
@@ -74,6 +76,8 @@ def submit(folder: Path, parts: list[Part]) -> dict[str, str]:
             after = [f"--dependency=after:{jobs['head']}"] if jobs else []
             said = _ask("sbatch", "--parsable", *after, str(folder / f"slurm/{part.kind}.sh"))
             jobs[part.kind] = said.partition(";")[0]
+            if part.kind == "head":
+                head_file(folder).write_text(jobs["head"])
     except ConfigError:
         if jobs:
             _ask("scancel", *jobs.values())  # a run that nobody would join
@@ -85,6 +89,11 @@ def submit(folder: Path, parts: list[Part]) -> dict[str, str]:
 def members_file(folder: Path) -> Path:
     """The numbers of the jobs that join, a line each."""
     return folder / "slurm" / "members"
+
+
+def head_file(folder: Path) -> Path:
+    """The number of the run's own job."""
+    return folder / "slurm" / "head"
 
 
 def partitions(options: list[str]) -> list[str]:
@@ -142,18 +151,20 @@ def _script(folder: Path, workdir: Path, part: Part, options: list[str]) -> str:
     members = shlex.quote(str(members_file(folder)))
     if part.kind == "head":
         command = shlex.join(penstock(*head_arguments(str(folder))))
-        at_begin, at_end = "", _CANCEL.format(members=members)
+        at_begin, at_end, unless = "", _CANCEL.format(members=members), ""
     else:
         directives.append(f"--array=0-{part.tasks - 1}")
         *known, _ = penstock(*member_arguments(str(folder), part, ""))
         command = f"{shlex.join(known)} $SLURM_ARRAY_TASK_ID"
         at_begin, at_end = _REGISTER.format(members=members), ""
+        unless = _UNLESS_GONE.format(head=shlex.quote(str(head_file(folder))))
     return _SCRIPT.format(
         words=part.words,
         directives="\n".join(f"#SBATCH {directive}" for directive in [*directives, *map(_quoted, options)]),
         workdir=shlex.quote(str(workdir)),
         command=command,
         at_begin=at_begin,
+        unless=unless,
         at_end=at_end,
     )
 

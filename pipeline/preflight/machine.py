@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
 import redis
 
 from penstock.pipeline.config import Config, ConfigError, hide_password
@@ -22,7 +21,7 @@ from penstock.protocols.keys import is_loopback
 from penstock.protocols.wire import MAX_FRAME_BYTES
 from penstock.services.broker import traces
 from penstock.services.rollout.config import VllmEngineConfig
-from penstock.services.runtime import registry
+from penstock.services.runtime import allowance, registry
 from penstock.services.runtime.address import interface_of, own_address, own_endpoint
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install
@@ -175,7 +174,7 @@ def _look_at_memory(config: Config, report: Report) -> None:
         return
     by_host = config.trainer.offload or config.run.colocated  # nccl sends what lies on a GPU
     other = "" if by_host else ", or set weights.transport=nccl"
-    room, memory = shutil.disk_usage(directory()).total / GIB, psutil.virtual_memory().total / GIB
+    room, memory = shutil.disk_usage(directory()).total / GIB, allowance.memory()[0] / GIB
     if needs.shared > room:
         report.here.append(
             f"weights.transport={config.weights.transport}: {SEGMENTS} versions of {needs.version:.1f} GiB must fit "
@@ -190,7 +189,7 @@ def _look_at_memory(config: Config, report: Report) -> None:
         beside = ", and who sleeps beside it, take" if guests else " takes"
         report.here.append(
             f"model.path: the trainer, with versions in shared memory and a checkpoint's staging{beside} {node:.0f} "
-            f"GiB of this host's memory, which has {memory:.0f} GiB; use more hosts{other}"
+            f"GiB of this host's memory, of which {memory:.0f} GiB may be used here; use more hosts{other}"
         )
 
 

@@ -58,8 +58,8 @@ ONCE_S = 0.5
 """Signals that come so soon behind each other are one."""
 
 
-LEAST_DISK = 1 << 20
-"""Bytes; a disk with less is full."""
+LEAST_DISK = 16 << 20
+"""Bytes; a disk with less is full: what a group takes may be more than is left."""
 
 
 class RunError(RuntimeError):

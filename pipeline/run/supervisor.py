@@ -54,6 +54,8 @@ class Child:
     restarts: int = 0
     died: deque[float] = field(default_factory=deque)
     """When, lately."""
+    wedged: bool = False
+    """It was ended, since the broker had lost it."""
     failures: int = 0
     """Deaths in quick succession."""
     start_again_at: float | None = None
@@ -132,6 +134,7 @@ class Supervisor:
             if child.name == name and child.alive and child.process and age_s > max(WEDGED_S, silent_s):
                 log.warning("ending a wedged process", child=name, pid=child.process.pid, silent_s=round(silent_s))
                 child.process.kill()
+                child.wedged = True
 
     @property
     def restarts(self) -> int:
@@ -211,6 +214,9 @@ class Supervisor:
             child.start_again_at = now + LEAVE_S
             return
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if code == -signal.SIGKILL:
+            how += " since it hung" if child.wedged else " (by the system, perhaps, for want of memory: see dmesg)"
+        child.wedged = False
         words = child.last_words()
         log.warning("died", child=child.name, how=how, last_words=words)
         child.died.append(now)

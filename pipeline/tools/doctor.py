@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import resource
 import shutil
@@ -12,13 +11,13 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-import psutil
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.run.redis_server import find_server
+from penstock.services.runtime import allowance
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import cpu_only_reason, inventory, nccl_conflict, torch_cuda
 from penstock.services.runtime.install import install
@@ -47,8 +46,7 @@ def examine(console: Console) -> bool:
         mark = "[green]✓[/]" if ok else "[red]✗[/]" if needed else "[yellow]–[/]"
         table.add_row(mark, what, escape(found), "" if ok else escape(hint))
 
-    cores, memory = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 0.0
-    memory = psutil.virtual_memory().total / 2**30
+    cores, memory = allowance.cores(), allowance.memory()[0] / 2**30
     row(cores >= 2, False, "CPU cores", f"{cores}", "two or more let rollouts and trainer overlap")
     row(memory >= 4, True, "memory", f"{memory:.1f} GiB", "the quickstart needs about 4 GiB")
     row(True, True, "Python", platform.python_version())

@@ -28,6 +28,8 @@ TARGETS = "prometheus-{}.json"
 """Beside the run's folder, by its name, while it is served: where that is, as Prometheus' ``file_sd_configs`` reads
 it."""
 EVERYWHERE = "0.0.0.0"
+SILENT_S = 5.0
+"""A connection on which nothing is asked for so long is closed: each has a thread of the broker's."""
 _PLACE = ("kind", "pid", "host", "version")
 
 
@@ -46,6 +48,7 @@ class Exporter(Collector):
         host, _, port = address.rpartition(":")
         try:
             self._server, self._thread = start_http_server(int(port), host or "127.0.0.1", registry)
+            self._server.RequestHandlerClass.timeout = SILENT_S  # type: ignore[attr-defined]
         except (OSError, ValueError, OverflowError) as error:
             raise SetupError(f"run.prometheus: cannot listen at {address}: {error}; choose another port") from error
         self.port = int(self._server.server_port)

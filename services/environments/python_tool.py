@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from penstock.services.environments.mcp_server import ToolUnavailable
 from penstock.services.environments.tools_config import PythonConfig
+from penstock.services.runtime import allowance
 from penstock.services.user_processes.sandbox.run import Outcome, SandboxError, run
 
 _CELL = """
@@ -37,7 +37,7 @@ what was printed before an end by force is there."""
 def python_tool(limits: PythonConfig, longest: int) -> Callable[[str], Awaitable[str]]:
     """The tool; ``longest``: characters of a result that the policy reads. Raises `SandboxError` where this machine
     cannot confine a program."""
-    executor = ThreadPoolExecutor(limits.at_once or os.cpu_count() or 1, thread_name_prefix="python")
+    executor = ThreadPoolExecutor(limits.at_once or allowance.cores(), thread_name_prefix="python")
 
     def program(code: str) -> Outcome:
         return run(

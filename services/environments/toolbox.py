@@ -6,7 +6,6 @@ import asyncio
 import functools
 import inspect
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -16,6 +15,7 @@ from pydantic.errors import PydanticUserError
 
 from penstock.services.environments.mcp_server import McpServer, check_sdk, in_background
 from penstock.services.environments.tools_config import READY, ToolsConfig, nearest, read_options
+from penstock.services.runtime import allowance
 from penstock.services.runtime.plugins import load_plugin
 from penstock.services.user_processes.sandbox.run import SandboxError
 
@@ -42,7 +42,7 @@ class Toolbox:
     tools: dict[str, Callable[..., Any] | Remote] = field(default_factory=dict)
     """By the names that the policy knows."""
     servers: list[McpServer] = field(default_factory=list)
-    starts: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(os.cpu_count() or 1))
+    starts: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(allowance.cores()))
     """Servers of trajectories that may start at once: each takes a core for a second or so."""
     _written: dict[str, str] = field(default_factory=dict)
     """Where the config has each."""

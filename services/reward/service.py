@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from penstock.protocols.experience import Trajectory
 from penstock.services.reward.config import ENVIRONMENT, FunctionConfig, RewardConfig
 from penstock.services.reward.function import of_prompt
 from penstock.services.reward.groups import apart, together
+from penstock.services.runtime import allowance
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.scorer import Answer, ScorerActor, ScoringTask
 from penstock.services.user_processes.pool import WorkerPool
@@ -23,6 +23,8 @@ from penstock.services.user_processes.worker import Call, ProgramError, Worker
 
 log = structlog.get_logger()
 
+MOST_WORKERS = 32
+"""Of each plain function, unless `reward.workers` says more."""
 LATE = " late"
 
 
@@ -194,7 +196,8 @@ def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:
 
 
 def spare_cores(config: Any) -> int:
-    """The machine's cores less the threads of the run's other actors, shared by the reward processes; at least 1."""
+    """The machine's cores less the threads of the run's other actors, shared by the reward processes; at least 1, and
+    no more than `MOST_WORKERS`, of which each has loaded the function."""
     used = config.trainer.ranks * config.trainer.threads + config.rollout.count * config.rollout.threads
     used += config.with_critic * config.critic.ranks * config.critic.threads
-    return max(1, ((os.cpu_count() or 1) - used) // config.reward.count)
+    return min(MOST_WORKERS, max(1, (allowance.cores() - used) // config.reward.count))

@@ -236,6 +236,23 @@ def test_a_slurm_job_ends_as_it_should(
     assert (said.read_text().strip() if said.is_file() else "") == asked
 
 
+@pytest.mark.parametrize(("queue", "code"), [("7", 0), ("", 75), ("slurm_load_jobs error: Invalid job id", 75)])
+def test_who_would_join_leaves_where_the_runs_own_job_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: str, code: int
+) -> None:
+    monkeypatch.setattr(slurm, "penstock", lambda *_: [sys.executable, "-c", "import sys; sys.exit(75)", ""])
+    made = slurm.scripts(tmp_path, tmp_path, [Part("rollout", 1, 1, 0, 1, 1)], [])
+    slurm.write(tmp_path, made)
+    slurm.head_file(tmp_path).write_text("7")
+    for name, does in (("scontrol", f"echo $@ >> {tmp_path}/asked"), ("squeue", f"echo '{queue}'")):
+        tool = tmp_path / name
+        tool.write_text(f"#!/bin/sh\n{does}\n")
+        tool.chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "0"}
+    assert subprocess.run(["bash", "-c", made["slurm/rollout.sh"]], env=env, timeout=30).returncode == code
+    assert (tmp_path / "asked").is_file() == (code == 0)
+
+
 # --- Kubernetes ------------------------------------------------------------------------------------------------------
 
 

@@ -7,10 +7,9 @@ import difflib
 import os
 from typing import Any
 
-import psutil
-
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.rollout.engines.vllm.plugin import ADAPTER, BACKEND, OURS
+from penstock.services.runtime import allowance
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import vllm_lacks_gpu
 from penstock.services.runtime.install import install
@@ -143,7 +142,7 @@ def engine_arguments(
 def _set_for_cpu(arguments: dict[str, Any], config: VllmEngineConfig, kv_token_bytes: int, recurrent: bool) -> None:
     """See `engine_arguments`."""
     wanted = max(config.max_sequences * config.max_length * kv_token_bytes, 64 << 20)
-    room = int(psutil.virtual_memory().available * KV_SHARE)
+    room = int(allowance.memory()[1] * KV_SHARE)
     arguments.setdefault("kv_cache_memory_bytes", min(wanted, room))
     if config.seeded:  # a CPU's generator cannot be set back after a part of a prompt, and vLLM dies of trying
         if arguments.setdefault("enable_chunked_prefill", False):
