@@ -16,6 +16,9 @@ ALIKE = 0.75
 """Above it a name is taken for a slip of the pen, below it rather for another key's."""
 MOST_MEANT = 3
 
+PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo", "cpo")
+"""Methods that others have and that are none of ours, though some of ours have a name like theirs."""
+
 
 def explain(data: Any, problem: Any) -> str:
     """One line for one of the ``errors()`` of a `ValidationError` that validating ``data`` as a `Config` raised."""
@@ -27,7 +30,7 @@ def explain(data: Any, problem: Any) -> str:
         return f"{'.'.join(map(str, path))}: missing; give it a value"
     if problem["type"] == "literal_error":
         near = difflib.get_close_matches(str(problem["input"]), problem["ctx"]["expected"].split("'"), 1)
-        message += f", got {problem['input']!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        message += f", got {problem['input']!r}" + _nearest(problem["input"], near)
     elif problem["type"] == "union_tag_not_found":
         near = [f"type: {tag(model)}" for model in _sections(data, path)]
         message = f"say which kind it is, with one of {', '.join(near)}"
@@ -35,7 +38,7 @@ def explain(data: Any, problem: Any) -> str:
         known = problem["ctx"]["expected_tags"]
         near = difflib.get_close_matches(problem["ctx"]["tag"], known.split("'"), 1)
         message = f"type is {problem['ctx']['tag']!r}, but must be one of {known}"
-        message += f"; did you mean {near[0]!r}?" if near else ""
+        message += _nearest(problem["ctx"]["tag"], near)
     elif problem["type"] == "string_pattern_mismatch" and "A-Za-z0-9" in problem["ctx"]["pattern"]:
         message = f"{problem['input']!r} is no name: give letters, digits, ., _ and - alone, a letter or digit first"
     elif problem["type"] in ("model_type", "model_attributes_type"):
@@ -98,6 +101,12 @@ def _path(data: Any, loc: tuple[Any, ...]) -> list[Any]:
             data = data[part]
         path.append(part)
     return path
+
+
+def _nearest(said: Any, near: list[str]) -> str:
+    if str(said).lower() in PREFERENCES:
+        return "; training from preferences is not offered"
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _sections(data: Any, path: list[Any]) -> list[type[BaseModel]]:

@@ -70,7 +70,10 @@ class RewardFunction:
         try:
             reward = float(value)
         except (TypeError, ValueError):
-            return {"error": f"returned {type(value).__name__}, not a number"}
+            remedy = (
+                "; of several values each is a function, or a column of a scorer" if isinstance(value, dict) else ""
+            )
+            return {"error": f"returned {type(value).__name__}, not a number{remedy}"}
         except OverflowError:
             return {"error": f"returned {type(value).__name__} that no float holds"}
         if not math.isfinite(reward) or abs(reward) > FLOAT32_MAX:

@@ -25,7 +25,8 @@ def interface_of(address: str) -> str:
 
 def own_address(host: str, key: str = "weights.host") -> str:
     """The IPv4 address that ``host`` is or names; where it is a network such as ``10.1.0.0/16``, this host's address on
-    that. Raises `SetupError`, which names ``key``, where there is none, or more than one."""
+    that, of several the one by which it would reach the network. Raises `SetupError`, which names ``key``, where there
+    is none."""
     if "/" not in host:
         return _ipv4(host, key)
     try:
@@ -34,9 +35,10 @@ def own_address(host: str, key: str = "weights.host") -> str:
         raise SetupError(f"{key}: {error}") from None
     own = [address for address, _ in _addresses()]
     found = [address for address in own if IPv4Address(address) in network]
-    if len(found) != 1:
-        what = f"{len(found)} addresses" if found else "no address"
-        raise SetupError(f"{key}: this host has {what} on {network}; its addresses are {', '.join(own)}")
+    if not found:
+        raise SetupError(f"{key}: this host has no address on {network}; its addresses are {', '.join(own)}")
+    if len(found) > 1 and (chosen := _address_towards(str(network.network_address + 1))) in found:
+        return str(chosen)
     return found[0]
 
 

@@ -30,6 +30,14 @@ def test_what_cannot_be_is_named(host: str, message: str) -> None:
         own_address(host)
 
 
+def test_of_several_addresses_on_a_network_it_is_the_one_that_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [(f"10.2.0.{last}", "255.255.0.0") for last in (7, 8, 9)]
+    monkeypatch.setattr(address, "_addresses", lambda: own)
+    for towards, chosen in (("10.2.0.8", "10.2.0.8"), (None, "10.2.0.7"), ("192.0.2.1", "10.2.0.7")):
+        monkeypatch.setattr(address, "_address_towards", lambda other, found=towards: found)
+        assert own_address("10.2.0.0/16") == chosen
+
+
 def test_a_port_may_be_on_a_network() -> None:
     assert own_endpoint("tcp://127.0.0.0/8:5555", "broker.bind") == "tcp://127.0.0.1:5555"
     assert own_endpoint("tcp://0.0.0.0:0", "broker.bind") == "tcp://0.0.0.0:0"
