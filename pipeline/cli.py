@@ -17,6 +17,7 @@ from penstock.pipeline.config import ConfigError, TinyModel, load
 from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.launch.cli import launch
 from penstock.pipeline.report.console import RunConsole
+from penstock.pipeline.run.crashes import FULL
 from penstock.pipeline.tools.arguments import FILE, OVERRIDES
 from penstock.pipeline.tools.doctor_cli import doctor
 from penstock.pipeline.tools.join_cli import join
@@ -83,6 +84,11 @@ def main() -> None:
         app(prog_name="penstock")
     except (SetupError, KeysError) as error:
         typer.echo(f"error: {visible(str(error))}", err=True)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        typer.echo(f"error: cannot write: {error.strerror}; free some space, or write elsewhere", err=True)
         sys.exit(2)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.report.findings import findings
 from penstock.protocols.messages import LedgerReply
-from penstock.services.runtime.lines import read_lines
+from penstock.services.runtime.lines import each_line, read_lines
 
 WINDOW = 10
 """reward_last is the mean over this many steps, of those that have one."""
@@ -41,7 +41,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
     """The run's steps from metrics.jsonl, one row a step, in order."""
-    return steps_in(read_lines(folder / "metrics.jsonl"))
+    return steps_in(each_line(folder / "metrics.jsonl"))
 
 
 def steps_in(metrics: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -56,10 +56,10 @@ def audit(folder: Path, ledger: LedgerReply) -> dict[str, int]:
     A finished group that is neither trained, nor dropped with a reason, nor waiting in the replay, is lost. A group in
     two steps, or twice in one, was trained twice.
     """
-    finished = {row["group"] for path in (folder / "logs").glob("*.finished.jsonl") for row in read_lines(path)}
-    steps = {row["step"]: row["groups"] for row in read_lines(folder / "ledger.jsonl")}
+    finished = {row["group"] for path in (folder / "logs").glob("*.finished.jsonl") for row in each_line(path)}
+    steps = {row["step"]: row["groups"] for row in each_line(folder / "ledger.jsonl")}
     trained = Counter(group for step, groups in steps.items() if step < ledger.steps for group in groups)
-    dropped = {row["group"] for row in read_lines(folder / "dropped.jsonl")}
+    dropped = {row["group"] for row in each_line(folder / "dropped.jsonl")}
     return {
         "groups_lost": len(finished - trained.keys() - dropped - set(ledger.untrained)),
         "groups_trained_twice": sum(count - 1 for count in trained.values()),

@@ -75,9 +75,8 @@ class Broker:
         now = clock.now()
         away = max(0.0, now - row["at"])  # in which there was no broker; a clock may have been set back
         progress.started_at += away
-        if progress.training_since:
+        if progress.training_since and not progress.trained_until:
             progress.training_since += away
-            progress.trained_until = progress.trained_until and progress.trained_until + away
         self._extend_deadlines(now)
         scoring.complete(state)
         progress.totals["taken_up"] += 1
@@ -304,7 +303,11 @@ class Broker:
         log.info("phase", phase=phase, before=progress.phase)
         progress.phase = phase
         if phase == "training":
-            progress.training_since = progress.training_since or clock.now()
+            now = clock.now()
+            if progress.training_since and progress.trained_until:  # of a run that goes on: nothing was trained since
+                progress.training_since += now - progress.trained_until
+                progress.trained_until = now
+            progress.training_since = progress.training_since or now
         if phase in ("done", "stopping"):
             self._over_since = clock.now()
             progress.stop_reason = progress.stop_reason or "the run is complete"

@@ -148,6 +148,7 @@ class Saver:
             self._write_config(aside)
         self._tokenizer.save_pretrained(aside)
         state = {"version": staged.version, "ledger": staged.ledger, "state": staged.state}
+        state["optimizer"] = bool(staged.optimizer)
         (aside / "trainer" / STATE).write_text(json.dumps(state))
         for path in aside.rglob("*"):
             sync(path)
@@ -233,6 +234,11 @@ def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:
             "a new run with its weights by model.path"
         ) from None
     folder = path / "trainer" / OPTIMIZER
+    if state.get("optimizer") and not folder.is_dir():
+        raise CheckpointError(
+            f"{path} has no trainer/{OPTIMIZER} any more, without which its moments would begin anew: copy it, too, or "
+            "begin a new run with its weights by model.path"
+        )
     if folder.is_dir():
         reader = HuggingFaceStorageReader(str(folder))
         sizes = {key: tuple(found.size) for key, found in reader.read_metadata().state_dict_metadata.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,17 @@ def test_what_a_models_folder_says_of_sampling_is_saved_as_it_was(tmp_path: Path
     path = checkpoint.Saver(learner, Tokenizer(), tmp_path / "checkpoints", keep=1).begin().result()
     assert told.items() <= json.loads((path / "generation_config.json").read_text()).items()
     assert AutoModelForCausalLM.from_pretrained(path).generation_config.temperature == 0.6
+
+
+def test_what_is_missing_of_a_checkpoint_is_named(tmp_path: Path) -> None:
+    path = continues_exactly(tmp_path)
+    again = a_learner(load_trainable(str(path), World(CPU), CPU, "float32"))
+    shutil.rmtree(path / "trainer" / "optimizer")
+    with pytest.raises(checkpoint.CheckpointError, match="has no trainer/optimizer any more"):
+        checkpoint.restore(again, path)
+    shutil.rmtree(path / "trainer")
+    with pytest.raises(checkpoint.CheckpointError, match="has no trainer/state.json: copy it with its folder"):
+        checkpoint.restore(again, path)
 
 
 def test_only_the_newest_are_kept_and_a_torn_one_is_never_seen(tmp_path: Path) -> None:
