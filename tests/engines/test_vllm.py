@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.precision import LOGPROBS
 from penstock.services.modeling.whole_weights import A, B
 from penstock.services.rollout.config import SamplingConfig
-from penstock.services.rollout.engines.base import Completion, EngineError, Refusal
+from penstock.services.rollout.engines.base import Completion, EngineError, Refusal, RequestError
 from penstock.services.runtime.errors import LibraryError, SetupError
 from tests.engines.test_conformance import check
 from tests.engines.workbench import CLOSE, Workbench, make_models
@@ -49,6 +50,16 @@ def test_what_vllm_itself_refuses_costs_its_request_alone(bench: Workbench) -> N
     found = {result.number: result for result in bench.step_until(lambda: not bench.engine.pending())}
     assert isinstance(found[refused.number], Refusal) and "top_p" in found[refused.number].reason
     assert isinstance(found[fine.number], Completion)
+
+
+def test_an_evaluation_is_drawn_at_any_temperature(bench: Workbench) -> None:
+    """Nobody reads its log-probabilities, which would be those before temperature and truncation."""
+    random = np.random.default_rng(0)
+    asked = bench.request(random, n=4, temperature=0.6, top_p=0.95, top_k=7)
+    with pytest.raises(RequestError, match="this engine was started for temperature 1"):
+        bench.engine.submit(asked)
+    answers = bench.run(replace(asked, unread=True))
+    assert len(answers) == 4 and all(np.isfinite(each.logprobs).all() and len(each.tokens) for each in answers)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
