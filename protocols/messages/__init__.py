@@ -19,6 +19,7 @@ from penstock.protocols.messages.agents import (
     TurnAnswer,
     TurnKey,
     TurnRequest,
+    Unwanted,
 )
 from penstock.protocols.messages.base import Message, from_envelope, to_envelope
 from penstock.protocols.messages.generation import Failed, Finished, Lease

@@ -87,6 +87,12 @@ class Generate(Message):
     sampled: Bytes | None = None
 
 
+class Unwanted(Message):
+    """broker → rollout: nobody waits for these turns any more."""
+
+    ids: list[int]
+
+
 class Generated(Message):
     """rollout → broker: the turn's answer. Answered by `Ack` once it is durable."""
 

@@ -63,6 +63,9 @@ class AgentDesk:
     def grant(self, now: float) -> None:
         """Groups to gateways with room, and waiting turns to rollouts with room."""
         state = self._state
+        for identity, ids in state.turns.unwanted().items():
+            if state.members.get(identity):
+                state.router.send(identity, m.Unwanted(ids=ids))
         rollouts = [r for r in state.members.of_kind("rollout") if state.serves_current(r)]
         gateways = Room(state.members.of_kind("gateway"))
         if self._scheduler.evaluation_served():  # else its turns would only wait
@@ -141,7 +144,7 @@ class AgentDesk:
         state, key = self._state, turn.key
         assert isinstance(key, m.TurnKey)
         if said.error:
-            state.turns.answered(turn.id)
+            state.turns.answered(turn.id, member.identity)
             self._answer(turn, b"", said.error)
             return
         if said.newest > max(state.versions.latest, state.groups.ledger.committed):
@@ -151,7 +154,7 @@ class AgentDesk:
             log.warning("a turn is of a wrong version", group=turn.group, sender=member.name, oldest=said.oldest)
             state.turns.holds.free(turn.id)
             return
-        state.turns.answered(turn.id)
+        state.turns.answered(turn.id, member.identity)
         answer = said.answer.tobytes()
         state.records.keep((key.purpose, key.number), key.note_record, turn.note)
         state.records.keep((key.purpose, key.number), key.answer_record, answer)

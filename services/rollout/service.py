@@ -24,6 +24,7 @@ from penstock.protocols.messages import (
     LoadFailed,
     Message,
     Stop,
+    Unwanted,
 )
 from penstock.services.modeling import determinism
 from penstock.services.modeling.lengths import longest_sequence, positions_of
@@ -185,6 +186,10 @@ class Rollout:
             self._start(event)
         elif isinstance(event, Generate):
             self._serve(event)
+        elif isinstance(event, Unwanted):
+            for id in filter(self._turns.drop, event.ids):
+                self.actor.put_down("turn", id)
+                self._outbox.dismiss()
         elif isinstance(event, Prepared):
             self._prepared.append(event)
             self._swap_waiting(self._guest is None or self._guest.awake)

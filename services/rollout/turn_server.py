@@ -45,6 +45,13 @@ class TurnServer:
         """The turn is being answered."""
         return id in self._open
 
+    def drop(self, id: int) -> bool:
+        """Nobody waits for the turn any more. False where it is none that is being answered."""
+        if self._open.pop(id, None) is None:
+            return False
+        self._engine.abort(id)
+        return True
+
     def take(self, result: Completion | Refusal) -> Generated | None:
         """The engine is done with a request; None where that is no turn."""
         since = self._open.pop(result.number, None)

@@ -104,6 +104,19 @@ def test_a_turn_that_waits_may_be_asked_for_again(gateways: Gateways, pictures: 
     assert text(again.result(5).answer) == "said"
 
 
+def test_a_rollout_is_told_of_a_turn_that_nobody_waits_for(gateways: Gateways) -> None:
+    gateway = gateways.open("gateway-0")
+    (lease,) = gateway.leases(1)
+    asked(gateway, lease, "x")
+    first = gateways.rollout.next(m.Generate)
+    asked(gateway, lease, "y", b"12345678")
+    assert gateways.rollout.next(m.Unwanted).ids == [first.id], "it is another question"
+    second = gateways.rollout.next(m.Generate)
+    gateway.held.clear()
+    gateway.box.ask(m.GiveBack(purpose="train", number=0), 5)
+    assert gateways.rollout.next(m.Unwanted).ids == [second.id]
+
+
 def test_what_was_answered_to_one_question_is_no_answer_to_another(gateways: Gateways) -> None:
     first = gateways.open("gateway-0")
     (lease,) = first.leases(1)

@@ -23,6 +23,8 @@ class Machine(RuleBasedStateMachine):
         self.open: dict[Any, tuple[int, int]] = {}
         """Key to the turn's id and who waits for it."""
         self.ids: set[int] = set()
+        self.told: set[int] = set()
+        """That are said to be of no use."""
 
     @rule(session=st.sampled_from(SESSIONS), turn=st.integers(0, 2), request=st.integers(0, 1), asker=st.integers(0, 9))
     def ask(self, session: Any, turn: int, request: int, asker: int) -> None:
@@ -70,6 +72,13 @@ class Machine(RuleBasedStateMachine):
     def end(self, number: int) -> None:
         self.turns.end(("train", number))
         self.open = {key: value for key, value in self.open.items() if key[1] != number}
+
+    @rule()
+    def tell(self) -> None:
+        ids = [id for ids in self.turns.unwanted().values() for id in ids]
+        assert len(ids) == len({*ids}) and not self.told.intersection(ids), "once"
+        assert not {number for number, _ in self.open.values()}.intersection(ids)
+        self.told.update(ids)
 
     @invariant()
     def what_is_open_waits_or_is_held(self) -> None:

@@ -53,6 +53,7 @@ class Turns:
         self.holds: Holds[int] = Holds(lambda id: id, lambda id: None)
         self._last: dict[Hashable, str] = {}
         """Session to who answered it last."""
+        self._unwanted: dict[str, list[int]] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -98,10 +99,12 @@ class Turns:
         self._open[id].attempt -= 1
         self.holds.free(id)
 
-    def answered(self, id: int) -> Turn | None:
-        """It is answered. None where it was already, or is wanted no more."""
+    def answered(self, id: int, by: str = "") -> Turn | None:
+        """It is answered, ``by`` whom. None where it was already, or is wanted no more."""
         turn = self._open.get(id)
         if turn is not None:
+            if (hold := self.holds.held.get(id)) and hold.holder == by:
+                self.holds.free(id)  # another one may be at it, and is told that it is of no use any more
             self._forget(turn)
         return turn
 
@@ -112,7 +115,14 @@ class Turns:
         for session in [session for session in self._last if session[:2] == group]:  # type: ignore[index]
             del self._last[session]
 
+    def unwanted(self) -> dict[str, list[int]]:
+        """What has become of no use, by who is at work on it; each is told once."""
+        found, self._unwanted = self._unwanted, {}
+        return found
+
     def _forget(self, turn: Turn) -> None:
+        if hold := self.holds.held.get(turn.id):
+            self._unwanted.setdefault(hold.holder, []).append(turn.id)
         self.holds.done(turn.id)
         del self._open[turn.id]
         del self._by_key[turn.key]
