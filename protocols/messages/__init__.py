@@ -145,6 +145,7 @@ __all__ = [
     "TurnAnswer",
     "TurnKey",
     "TurnRequest",
+    "Unwanted",
     "Welcome",
     "Work",
     "WorkItem",
