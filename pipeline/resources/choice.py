@@ -10,9 +10,10 @@ from typing import Any
 from penstock.pipeline.config import Config, ConfigError, TinyModel
 from penstock.pipeline.config.load import as_overrides
 from penstock.pipeline.resources.gpus import gpus_but
+from penstock.pipeline.resources.layout import Layout, seconds_of
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import GUESTS
-from penstock.pipeline.resources.search import Layout, in_four_bits, layouts, unsearched
+from penstock.pipeline.resources.search import in_four_bits, layouts, unsearched, with_references
 from penstock.pipeline.resources.step_time import PROMPT, Load
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime import registry
@@ -132,11 +133,6 @@ def best_of(config: Config, every: Sequence[Layout]) -> tuple[Layout, list[str]]
     return best, _reasons(best, alike, seconds)
 
 
-def seconds_of(config: Config) -> Callable[[Layout], float]:
-    """What a step of ``config`` takes in a layout."""
-    return lambda layout: layout.step_s if config.gate.max_lag else layout.synchronous_s
-
-
 def overrides(config: Config, layout: Layout, several: bool = False) -> list[str]:
     """What makes a config this layout, on ``several`` machines of `MACHINE` GPUs or on one."""
     words = [
@@ -147,6 +143,8 @@ def overrides(config: Config, layout: Layout, several: bool = False) -> list[str
     if layout.colocated or config.run.colocated:
         words.append(f"run.placement={'colocated' if layout.colocated else 'as_given'}")
     words.append(f"rollout.count={layout.rollouts}")
+    if layout.references and layout.references != config.reference.count:
+        words.append(f"reference.count={layout.references}")
     if layout.colocated and isinstance(config.rollout.engine, VllmEngineConfig):
         words.append(f"rollout.engine.vllm.gpu_memory_utilization={layout.share:g}")
     elsewhere = _elsewhere(config, layout, several)
@@ -164,7 +162,7 @@ def overrides(config: Config, layout: Layout, several: bool = False) -> list[str
 
 def _elsewhere(config: Config, layout: Layout, several: bool) -> list[str]:
     """Kinds of actors that join: those of ``config``, and what the first of ``several`` machines has no GPUs for."""
-    kinds = list(config.run.elsewhere)
+    config, kinds = with_references(config, layout.references), list(config.run.elsewhere)
     if not several:  # nobody is to join what is on one machine
         return [kind for kind in kinds if kind not in PLACED]
     if layout.colocated if "trainer" in kinds else layout.trainer.nodes > 1:  # guests come with it
@@ -208,6 +206,7 @@ def _longest(layout: Layout) -> str:
         "training": layout.train_s,
         "generating": layout.generate_s,
         "the critic": layout.values_s + layout.critic_s,
+        "the reference": layout.reference_s,
     }
     return max(times, key=lambda who: times[who])
 

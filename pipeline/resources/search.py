@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 
 from pydantic import ValidationError
@@ -16,6 +15,7 @@ from pydantic import ValidationError
 from penstock.pipeline.config import Config
 from penstock.pipeline.config.colocated import check_colocated
 from penstock.pipeline.resources.gpus import gpus_but
+from penstock.pipeline.resources.layout import Layout, seconds_of
 from penstock.pipeline.resources.memory import (
     SHARE_STEP,
     VLLM_DEFAULT,
@@ -30,7 +30,7 @@ from penstock.pipeline.resources.memory import (
 )
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import GUESTS
-from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, switch_s, train_s, values_s
+from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, forward_s, switch_s, train_s
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.modeling.lengths import longest_sequence
@@ -45,55 +45,12 @@ FILL = 0.95
 LEAST_SEQUENCES = 8
 """An engine with less room than for so many of the longest sequences is not worth its GPU."""
 PLAINER = 1.02
-"""A plainer shape is taken where another is at most this much faster, on paper."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One way to lay a run out."""
-
-    trainer: TrainerConfig
-    trainer_gib: float
-    train_s: float
-    """Seconds of a step that the trainer takes; and that all rollouts together take."""
-    generate_s: float
-    rollouts: int
-    tensor_parallel: int
-    """GPUs of one rollout's engine."""
-    faster: TrainerConfig | None
-    """The fastest shape of so many ranks, where that does not fit; and what it would hold and take."""
-    faster_gib: float
-    faster_s: float
-    colocated: bool = False
-    """Rollouts are on the trainer's GPUs."""
-    share: float = VLLM_DEFAULT
-    """Of a GPU's memory that an engine may take."""
-    switch_s: float = 0.0
-    """Until GPUs have changed hands, twice."""
-    values_s: float = 0.0
-    """Until a critic has said its values; and more, until it has learned from the step, beside whatever follows."""
-    critic_s: float = 0.0
-
-    @property
-    def step_s(self) -> float:
-        """While one step is trained on the next is generated, but for who shares GPUs, and gets its values."""
-        longest = self._in_turn_s if self.colocated else max(self.train_s, self.generate_s)
-        return max(longest, self.values_s + self.critic_s)
-
-    @property
-    def synchronous_s(self) -> float:
-        """With gate.max_lag=0: one after the other."""
-        return self.values_s + max(self._in_turn_s, self.critic_s)
-
-    @property
-    def _in_turn_s(self) -> float:
-        """But for a critic."""
-        return self.train_s + self.generate_s + self.switch_s
+"""A plainer shape, or fewer references, are taken where another is at most this much faster, on paper."""
 
 
 def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load) -> Iterator[Layout]:
-    """For each number of the trainer's ranks the fastest shape that fits, and rollouts on all other GPUs of
-    ``count``; then the fastest of all, with rollouts on the same GPUs. Of what ``config`` trains, and of less. None
+    """For each number of the trainer's ranks the fastest shape that fits, with references and rollouts on all other
+    GPUs of ``count``; then the fastest of all, with both on the same GPUs. Of what ``config`` trains, and of less. None
     where `unsearched` says why."""
     if unsearched(config, device):
         return
@@ -116,24 +73,22 @@ def in_four_bits(config: Config) -> Config | None:
 
 
 def _layouts(config: Config, shape: Shape, count: int, device: Device, load: Load) -> Iterator[Layout]:
-    others = gpus_but(config, ("trainer", "rollout"))
     adapters = [config.trainer.lora] if config.trainer.lora else [None, LoraConfig()]
     tensors, (values, learns) = [*_tensor_parallel(config, shape, device)], critic_times(config, load, device)
     for lora, ranks in product(adapters, _ranks(count)):
-        engines = [
-            (_generate_s(config, shape, load, tensor, device, rollouts), tensor, rollouts)
-            for tensor in tensors
-            if (rollouts := (count - others - ranks) // tensor) >= 1
-        ]
+        dealt = [*_dealt(config, shape, count - ranks, device, load, tensors)]
         plain = _plain(config, ranks, lora)
-        if engines and (found := _fastest(config, shape, plain, load, device)):
-            generate_s, tensor, rollouts = min(engines)
+        if dealt and (found := _fastest(config, shape, plain, load, device)):
             trainer, seconds, faster, faster_s = found
-            yield Layout(
-                trainer, _rank_gib(config, shape, trainer, device), seconds, generate_s, rollouts, tensor,
-                faster, _rank_gib(config, shape, faster, device) if faster else 0.0, faster_s,
-                values_s=values, critic_s=learns,
-            )  # fmt: skip
+            own_gib = _rank_gib(config, shape, trainer, device)
+            faster_gib = _rank_gib(config, shape, faster, device) if faster else 0.0
+            yield _fewest(config, [
+                Layout(
+                    trainer, own_gib, seconds, generate_s, rollouts, tensor, faster, faster_gib, faster_s,
+                    values_s=values, critic_s=learns, references=references, reference_s=reference_s,
+                )
+                for references, reference_s, generate_s, tensor, rollouts in dealt
+            ])  # fmt: skip
 
     try:
         check_colocated(config)
@@ -141,6 +96,44 @@ def _layouts(config: Config, shape: Shape, count: int, device: Device, load: Loa
         return
     for lora in adapters:
         yield from _colocated(config, shape, count, device, load, tensors, lora)
+
+
+def _dealt(
+    config: Config, shape: Shape, left: int, device: Device, load: Load, tensors: Sequence[int]
+) -> Iterator[tuple[int, float, float, int, int]]:
+    """Ways to deal the GPUs that a trainer has ``left``: references, their seconds, the rollouts', GPUs of each of
+    their engines, and how many there are."""
+    alone_s = reference_s(config, load, device)
+    for references in _references(config, left):
+        beside = left - gpus_but(with_references(config, references), ("trainer", "rollout"))
+        engines = [
+            (_generate_s(config, shape, load, tensor, device, beside // tensor), tensor, beside // tensor)
+            for tensor in tensors
+            if beside >= tensor
+        ]
+        if engines:
+            yield references, alone_s / max(1, references), *min(engines)
+
+
+def _references(config: Config, most: int) -> list[int]:
+    """Numbers of them that are tried, the fewest first: as many as ``config`` has, where their time is not known."""
+    given = config.reference.count * config.with_reference
+    if not given or config.reference.device == "cpu" or shape_of(config, config.reference.path) is None:
+        return [given]
+    return sorted({given, *(2**power for power in range(most.bit_length()))})
+
+
+def _fewest(config: Config, layouts: Sequence[Layout]) -> Layout:
+    """The fastest of these, which have more and more references."""
+    seconds = seconds_of(config)
+    return min(enumerate(layouts), key=lambda each: seconds(each[1]) * PLAINER ** each[0])[1]
+
+
+def with_references(config: Config, count: int) -> Config:
+    """``config`` with so many references; none: there is none in it."""
+    if not count:
+        return config
+    return config.model_copy(update={"reference": config.reference.model_copy(update={"count": count})})
 
 
 def unsearched(config: Config, device: Device) -> str | None:
@@ -171,7 +164,14 @@ def critic_times(config: Config, load: Load, device: Device) -> tuple[float, flo
     if shape is None:
         return 0.0, 0.0
     critic = critic_of(config)
-    return values_s(shape, critic, load, device), train_s(shape, critic, load, device)
+    return forward_s(shape, critic.ranks, load, device), train_s(shape, critic, load, device)
+
+
+def reference_s(config: Config, load: Load, device: Device) -> float:
+    """Seconds of a step that one reference alone would take; 0 where there is none on a GPU, or the sizes of its model
+    are not known here."""
+    shape = shape_of(config, config.reference.path) if config.with_reference else None
+    return forward_s(shape, 1, load, device) if shape and config.reference.device != "cpu" else 0.0
 
 
 def _plain(config: Config, ranks: int, lora: LoraConfig | None) -> TrainerConfig:
@@ -186,11 +186,11 @@ def _colocated(
     ranks = count - gpus_but(config, ("trainer", *GUESTS))
     if ranks < 1 or (ranks > MACHINE and ranks % MACHINE):
         return
-    references = references_each(config, ranks)
-    beside = references * (reference_gib(config) or 0.0) if references else 0.0
+    each = references_each(config, ranks)
+    beside = each * (reference_gib(config) or 0.0) if each else 0.0
     room = (device.gib - OVERHEAD_GIB - beside) / device.gib
     share = min(VLLM_DEFAULT, int(room / SHARE_STEP) * SHARE_STEP)
-    asleep = (1 + references) * OVERHEAD_GIB
+    asleep = (1 + each) * OVERHEAD_GIB
     if share <= 0:
         return
     engines = [
@@ -202,11 +202,18 @@ def _colocated(
     if engines and found:
         generate_s, tensor = min(engines)
         trainer, seconds, faster, faster_s = found
-        yield Layout(
-            trainer, _rank_gib(config, shape, trainer, device, True), seconds, generate_s, ranks // tensor, tensor,
-            faster, _rank_gib(config, shape, faster, device, True) if faster else 0.0, faster_s, True, round(share, 2),
-            switch_s(shape, trainer, tensor, device), *critic_times(config, load, device),
-        )  # fmt: skip
+        own_gib = _rank_gib(config, shape, trainer, device, True)
+        faster_gib = _rank_gib(config, shape, faster, device, True) if faster else 0.0
+        # On a GPU that has none yet one more takes no more memory of it.
+        more = [count for count in _references(config, ranks) if config.reference.count <= count <= ranks]
+        yield _fewest(config, [
+            Layout(
+                trainer, own_gib, seconds, generate_s, ranks // tensor, tensor, faster, faster_gib, faster_s, True,
+                round(share, 2), switch_s(shape, trainer, tensor, device), *critic_times(config, load, device),
+                references, reference_s(config, load, device) * -(-references // ranks) / max(1, references),
+            )
+            for references in more or [config.reference.count * config.with_reference]
+        ])  # fmt: skip
 
 
 def _ranks(count: int) -> Iterator[int]:

@@ -130,10 +130,10 @@ def _iteration_flops(shape: Shape) -> float:
     return experts + shape.layers * sum(m.share * of(m.inputs, m.outputs) for m in shape.matrices.values())
 
 
-def values_s(shape: Shape, critic: TrainerConfig, load: Load, device: Device) -> float:
-    """Seconds that a critic, cut as this trainer, takes for a step's values: a forward pass, and nothing that has to
-    travel."""
-    return load.tokens / critic.ranks * _forward_flops(shape, load.length) / (device.tflops * 1e12 * FLOPS_SHARE)
+def forward_s(shape: Shape, gpus: int, load: Load, device: Device) -> float:
+    """Seconds that a critic, or references, take on so many GPUs for a step's values, or log-probabilities: a forward
+    pass, and nothing that has to travel."""
+    return load.tokens / gpus * _forward_flops(shape, load.length) / (device.tflops * 1e12 * FLOPS_SHARE)
 
 
 def switch_s(shape: Shape, trainer: TrainerConfig, tensor: int, device: Device) -> float:

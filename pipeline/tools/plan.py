@@ -18,17 +18,17 @@ from penstock.pipeline.resources.choice import (
     memory_words,
     nothing_fits,
     overrides,
-    seconds_of,
     shape_words,
     trained,
 )
 from penstock.pipeline.resources.devices import devices_of
 from penstock.pipeline.resources.gpus import gpus_of_programs, total_gpus
 from penstock.pipeline.resources.host import HostNeeds, host_needs
+from penstock.pipeline.resources.layout import Layout, seconds_of
 from penstock.pipeline.resources.memory import plan, staged, trainer_of
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import place
-from penstock.pipeline.resources.search import BANDWIDTH_SHARE, Layout, layouts
+from penstock.pipeline.resources.search import BANDWIDTH_SHARE, layouts, with_references
 from penstock.pipeline.resources.shares import too_much
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, LINK_SHARE, PROMPT, Load
 from penstock.pipeline.resources.trainer_memory import trainer_parts
@@ -123,9 +123,9 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
         "Spares: memory, by computing again what a layer gave (ckpt: gradient_checkpointing=true) or part of it (part: "
         "selective), and by keeping weights (host: offload) or activations (act: offload_activations) on the host. GiB "
         "of a rank. Rollouts: "
-        "engines x GPUs; *: on the trainer's own (run.placement=colocated). Seconds of a step: the trainer's, the "
-        "rollouts', of both side by side (*: in turn), and of one after the other (gate.max_lag=0); a critic's are in "
-        "the last two",
+        "engines x GPUs; *: on the trainer's own (run.placement=colocated). Refs: reference.count. Seconds of a step: "
+        "the trainer's, the rollouts', of all side by side (*: in turn), and of one after the other (gate.max_lag=0); "
+        "a critic's and the references' are in the last two",
         highlight=False,
     )
     best, why = best_of(config, every)
@@ -148,7 +148,7 @@ def _host(config: Config, layout: Layout) -> str:
         "run": config.run.model_copy(update={"placement": placement}),
         "rollout": config.rollout.model_copy(update={"count": layout.rollouts}),
     }
-    needs = host_needs(made := config.model_copy(update=changed))
+    needs = host_needs(made := with_references(config, layout.references).model_copy(update=changed))
     return f"{_node_gib(needs, made):.0f} GiB of the trainer's first host" if needs else "a host of unknown size"
 
 
@@ -162,12 +162,14 @@ def _seconds(value: float) -> str:
 
 def _print_table(console: Console, title: str, rows: list[Layout], count: int, device: Device) -> None:
     table = Table(title=f"{count} x {device.name}, {title}: the fastest that fit", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("ranks", "shape", "spares", "GiB", "rollouts", "train", "gen", "step", "sync"):
+    referred = any(row.references for row in rows)
+    for name in ("ranks", "shape", "spares", "GiB", "rollouts", *["refs"] * referred, "train", "gen", "step", "sync"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         engines = f"{row.rollouts} x {row.tensor_parallel}{' *' * row.colocated}"
         table.add_row(
             str(row.trainer.ranks), shape_words(row.trainer), memory_words(row.trainer), f"{row.trainer_gib:.1f}",
-            engines, *map(_seconds, (row.train_s, row.generate_s, row.step_s, row.synchronous_s)),
+            engines, *[str(row.references)] * referred,
+            *map(_seconds, (row.train_s, row.generate_s, row.step_s, row.synchronous_s)),
         )  # fmt: skip
     console.print(table)

@@ -15,12 +15,14 @@ from penstock.pipeline.config import Config, load
 from penstock.pipeline.resources.choice import best_of, half_of_the_longest, load_of, nothing_fits, overrides
 from penstock.pipeline.resources.devices import devices_of
 from penstock.pipeline.resources.gpus import total_gpus
+from penstock.pipeline.resources.layout import Layout
 from penstock.pipeline.resources.memory import plan, references_each
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import place
-from penstock.pipeline.resources.search import Layout, layouts, shapes
+from penstock.pipeline.resources.search import layouts, shapes
 from penstock.pipeline.resources.step_time import Load
 from penstock.pipeline.simulate.costs import on_gpus
+from penstock.pipeline.simulate.world import World
 
 BIG = Path("configs/grpo-8b.yaml")
 SMALL = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -156,6 +158,29 @@ def test_a_longer_prompt_takes_longer() -> None:
     for more, tokens in (([], "256"), (["--prompt", "8000"], "8,000")):
         shown = CliRunner().invoke(app, ["plan", str(BIG), "--gpus", "8xH100", *more]).output
         assert f"tokens to prompts of {tokens};" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("gpus", ["64xH100"])
+def test_nobody_waits_for_a_reference_that_was_not_counted(gpus: str) -> None:
+    """What the first takes is what the simulator says, with as many references as pay."""
+    config, found = searched([], gpus)
+    best, _ = best_of(config, found)
+    words = overrides(config, best, int(gpus.partition("x")[0]) > 8)
+    made, (count, device) = load(BIG, words), devices_of(gpus)
+    assert made.reference.count == best.references > 1 and total_gpus(made) <= count
+    shape, step = shape_of(made), load_of(made, half_of_the_longest(made))
+    assert shape
+    costs = on_gpus(made, shape, device, step.length - step.prompt, step.prompt)
+    assert best.references * best.reference_s == pytest.approx(step.tokens * costs.score_token_s)
+    assert World(made, costs, 30).run().steps_per_s == pytest.approx(1 / best.step_s, rel=0.2)
+
+
+def test_where_one_reference_is_all_that_there_is_room_for_it_is_named() -> None:
+    big = ["reference.path=Qwen/Qwen3-32B", "run.placement=as_given", "weights.transport=nccl"]
+    config, found = searched(big, "4xH100", Path("configs/grpo-0.5b.yaml"))
+    best, why = best_of(config, found)
+    assert best.step_s == best.reference_s > best.train_s
+    assert any("the reference takes longest" in reason for reason in why)
 
 
 def test_a_response_has_a_length() -> None:

@@ -23,7 +23,7 @@ from penstock.pipeline.resources.memory import embedded_gib, mapped_gib, plan, r
 from penstock.pipeline.resources.model_files import read_config
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import place
-from penstock.pipeline.resources.search import FILL, critic_times, layouts, shapes, unsearched
+from penstock.pipeline.resources.search import FILL, critic_times, layouts, shapes, unsearched, with_references
 from penstock.pipeline.resources.shares import too_much
 from penstock.pipeline.resources.step_time import Load, train_s
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, keeps_whole_gradients, trainer_gib
@@ -283,13 +283,14 @@ def test_a_step_beside_a_critic_takes_what_the_simulator_says(max_lag: int, slow
     shape = shape_of(config)
     assert shape
     one = next(each for each in layouts(config, shape, 8, device, load_) if each.trainer.ranks == 2)
-    told = dataclasses.replace(one, values_s=values_s, critic_s=learns_s)
+    told = dataclasses.replace(one, values_s=values_s, critic_s=learns_s, reference_s=one.reference_s * (not max_lag))
     costs = Costs(
         length=1024, length_spread=0, reward_spread=0, decode_s=told.generate_s / 1024,
         train_token_s=told.train_s / load_.tokens, critic_values_token_s=values_s / load_.tokens,
-        critic_train_token_s=learns_s / load_.tokens,
+        critic_train_token_s=learns_s / load_.tokens, score_token_s=told.references * told.reference_s / load_.tokens,
     )  # fmt: skip
-    world = World(config.model_copy(update={"rollout": config.rollout.model_copy(update={"count": 1})}), costs, 40)
+    made = with_references(config, told.references)
+    world = World(made.model_copy(update={"rollout": config.rollout.model_copy(update={"count": 1})}), costs, 40)
     seconds = told.step_s if max_lag else told.synchronous_s
     assert 1 / world.run().steps_per_s == pytest.approx(seconds, rel=0.05)
     assert seconds > max(told.train_s, told.generate_s) - 1e-9
