@@ -27,13 +27,14 @@ from torch.utils._pytree import tree_leaves
 from penstock.pipeline.config import Config, load
 from penstock.pipeline.resources.model_files import config_file
 from penstock.pipeline.resources.model_shape import shape_of
-from penstock.pipeline.resources.trainer_memory import GIB, keeps_whole_gradients, of_stage
+from penstock.pipeline.resources.trainer_memory import GIB, at_once, keeps_whole_gradients, of_stage
 from penstock.protocols.digests import Gmac
 from penstock.services.learning import muon
 from penstock.services.modeling import attention, head
 from penstock.services.modeling.attention import Segments
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.four_bit import in_four_bits
+from penstock.services.modeling.lengths import longest_sequence, positions_of
 from penstock.services.modeling.load import attention_of, empty_model, load_config
 from penstock.services.modeling.logprobs import logprobs
 from penstock.services.modeling.lora import Adapter, adapted_layers
@@ -151,7 +152,7 @@ def trainer_peak(config: Config, gpu_gib: float | None, rank: int = 0) -> float:
     with memory.counting():
         start._materialize(model, CPU, CPU)
         learner = Learner(model, trainer, 1.0, world)
-        rows = _rows(trainer.tokens_per_micro_batch // trainer.sequence_parallel)
+        rows = _rows(at_once(shape, trainer) // trainer.sequence_parallel)
         source = ShardExporter(
             learner.published, trainer.published_dtype(config.model.dtype), config.weights.bucket_bytes("cuda"), world,
             Gmac.of_run("memory"),
@@ -197,7 +198,8 @@ def reference_peak(config: Config) -> float:
         start._materialize(model, CPU, CPU)
         head.compute_head_in(model, config.model.head_dtype)
         memory.peak = memory.now
-        logprobs(model, _rows(config.reference.tokens_per_batch), 1.0)
+        longest = longest_sequence(config.rollout.engine, positions_of(about)) or 0
+        logprobs(model, _rows(max(config.reference.tokens_per_batch, longest)), 1.0)
     return memory.peak / GIB
 
 

@@ -106,11 +106,12 @@ def nothing_fits(config: Config, count: int, device: Device) -> str:
     """For people."""
     if why := unsearched(config, device):
         return f"no layout was looked for on {count} x {device.name}: {why}"
-    static = isinstance(config.rollout.engine, TorchEngineConfig)
+    static, shape = isinstance(config.rollout.engine, TorchEngineConfig), shape_of(config)
+    batches = shape is None or shape.longest < config.trainer.tokens_per_micro_batch
     return (
-        f"nothing fits {count} x {device.name} of {device.gib:.3g} GiB: take more of them, or larger ones; fewer "
-        f"trainer.tokens_per_micro_batch{', fewer rollout.engine.max_sequences' * static} or a shorter "
-        "rollout.engine.max_length need less"
+        f"nothing fits {count} x {device.name} of {device.gib:.3g} GiB: take more of them, or larger ones; "
+        f"{'fewer trainer.tokens_per_micro_batch, ' * batches}{'fewer rollout.engine.max_sequences, ' * static}"
+        f"{'or ' * (batches or static)}a shorter rollout.engine.max_length need less"
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.resources.model_shape import shape_of
-from penstock.pipeline.resources.trainer_memory import GIB, frozen_bytes, state_bytes, version_bytes
+from penstock.pipeline.resources.trainer_memory import GIB, at_once, frozen_bytes, state_bytes, version_bytes
 from penstock.services.learning.config import LearnerConfig
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
@@ -188,7 +188,7 @@ def _activations(shape: Shape, learner: LearnerConfig) -> float:
     """GiB of all ranks; a pipeline's stage has fewer layers, and as many more micro-batches in flight."""
     if not learner.offload_activations:
         return 0.0
-    each = shape.learned_bytes * learner.tokens_per_micro_batch / learner.sequence_parallel * shape.hidden
+    each = shape.learned_bytes * at_once(shape, learner) / learner.sequence_parallel * shape.hidden
     block = 2 ** math.ceil(math.log2(each))  # as registered memory comes
     return learner.ranks * shape.layers * block / GIB
 

@@ -82,12 +82,13 @@ def too_large(config: Config, room: float | None) -> list[str]:
     if config.with_reference and (need := reference_gib(config) or 0.0) > room:
         problems.append(
             f"trainer.algorithm.kl.coefficient: the reference's {need:.1f} GiB do not fit a GPU of {room:.3g} GiB, and "
-            "it is not cut; set it to 0, or take a smaller model (reference.path)"
+            f"it is not cut; set it to 0, or take a smaller model (reference.path){_shorter(config)}"
         )
     if config.with_critic and (need := critic_gib(config, room) or 0.0) > room:
+        spared = _spared_by("critic", config.critic, shape_of(config, config.critic.path))
         problems.append(
             f"critic.ranks={config.critic.ranks}: about {need:.0f} GiB a rank do not fit GPUs of {room:.3g} GiB; "
-            f"take more ranks, {_spared_by('critic', config.critic)}, or a smaller model (critic.path)"
+            f"take more ranks, {spared}, or a smaller model (critic.path)"
         )
     return problems
 
@@ -198,7 +199,10 @@ def _fewer(config: Config, shape: Shape, room: float) -> str:
 def _plan_trainer(config: Config, shape: Shape, found: Plan) -> None:
     trainer, room = trainer_of(config), config.run.gpu_gib
     need, tokens = trainer_gib(shape, trainer, room, staged(config)), trainer.tokens_per_micro_batch
-    line = f"trainer: {trainer.ranks} ranks, about {need:.1f} GiB each with {tokens:,} tokens a micro-batch"
+    size = f"{tokens:,} tokens a micro-batch"
+    if shape.longest > tokens:
+        size = f"a row of {shape.longest:,} tokens, which is never cut: the longest (rollout.engine.max_length)"
+    line = f"trainer: {trainer.ranks} ranks, about {need:.1f} GiB each with {size}"
     mapped = mapped_gib(config, shape, trainer)
     found.lines.append(line + (f", and {mapped:.1f} GiB of versions that engines map" if mapped else ""))
     if not room or need + mapped <= room:
@@ -214,13 +218,25 @@ def _plan_trainer(config: Config, shape: Shape, found: Plan) -> None:
     hint = f"{fits} ranks{spared} would do; or " if fits else ""
     found.problems.append(
         f"trainer.ranks={trainer.ranks}: about {need:.0f} GiB a rank do not fit GPUs of {room:g} GiB; {hint}take "
-        f"{_spared_by('trainer', trainer)}"
+        f"{_spared_by('trainer', trainer, shape)}"
     )
 
 
-def _spared_by(kind: str, learner: LearnerConfig) -> str:
+def _shorter(config: Config) -> str:
+    """What else makes a reference smaller whose largest pass is one row."""
+    shape = shape_of(config, config.reference.path)
+    long = shape and shape.longest > config.reference.tokens_per_batch
+    return ", or a shorter rollout.engine.max_length, since a row is never cut" if long else ""
+
+
+def _spared_by(kind: str, learner: LearnerConfig, shape: Shape | None) -> str:
     """What makes a rank smaller and is not done yet, e.g. ``fewer trainer.tokens_per_micro_batch``."""
     words = [f"fewer {kind}.tokens_per_micro_batch"]
+    if shape and shape.longest >= learner.tokens_per_micro_batch:
+        words, twice = ["a shorter rollout.engine.max_length"], 2 * learner.sequence_parallel
+        beside = learner.replicas * learner.tensor_parallel * learner.pipeline_parallel
+        if shape.packs and shape.deals(twice, learner.tensor_parallel) and not learner.ranks % (twice * beside):
+            words.insert(0, f"{kind}.sequence_parallel={twice}")
     if learner.gradient_checkpointing is not True:
         words.append(f"{kind}.gradient_checkpointing=true")
     if not learner.offload and learner.tensor_parallel == 1:
@@ -253,7 +269,7 @@ def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> N
     if peak > room:
         found.problems.append(
             f"run.placement=colocated: a trainer's rank beside who sleeps takes {peak:.0f} GiB of a GPU's {room:g}; "
-            f"take {_spared_by('trainer', config.trainer)}"
+            f"take {_spared_by('trainer', config.trainer, shape)}"
         )
     engine = config.rollout.engine
     if isinstance(engine, PluginEngineConfig | NoEngineConfig):
@@ -303,7 +319,7 @@ def reference_gib(config: Config) -> float | None:
     shape = shape_of(config, config.reference.path)
     if shape is None:
         return None
-    tokens, size = config.reference.tokens_per_batch, shape.served_bytes
+    tokens, size = max(config.reference.tokens_per_batch, shape.longest), shape.served_bytes
     wide = 3 * (shape.beside if shape.experts else shape.intermediate)
     wide += shape.chosen * (2 * shape.hidden + 3 * shape.intermediate) if shape.experts else 0
     inner = size * tokens * (8 * shape.hidden + wide) / GIB

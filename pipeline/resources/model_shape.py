@@ -9,6 +9,7 @@ from pathlib import Path
 from penstock.pipeline.config import Config, PretrainedModel, TinyModel
 from penstock.pipeline.resources.model_files import config_file, read_config
 from penstock.services.modeling.decoder_shape import Shape, described_by
+from penstock.services.modeling.lengths import longest_sequence
 
 
 def shape_of(config: Config, model: str | None = None) -> Shape | None:
@@ -24,7 +25,8 @@ def shape_of(config: Config, model: str | None = None) -> Shape | None:
     if shape is None:
         return None
     towers = _towers(config_file(config, model).parent) if "vision_config" in data else 0
-    return replace(shape, dtype=config.model.dtype, towers=towers, sees=config.show_pictures)
+    longest = longest_sequence(config.rollout.engine, shape.max_length) or 0
+    return replace(shape, dtype=config.model.dtype, towers=towers, sees=config.show_pictures, longest=longest)
 
 
 @lru_cache(maxsize=8)

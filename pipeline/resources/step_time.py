@@ -6,7 +6,7 @@ of it that good code is known to reach. None of it was measured here: it is for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.pipeline.resources.trainer_memory import (
     activations,
@@ -92,7 +92,7 @@ def _stage_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) -
     if trainer.offload:  # each gathered shard comes from the host twice, in fp32, and what is summed goes there
         waits += (8 * passes + 4 * sums) * _cut(shape, trainer) / (device.host_gb_s * 1e9 * LINK_SHARE)
     if trainer.offload_activations:
-        kept, _ = activations(shape, trainer)
+        kept, _ = activations(replace(shape, longest=0), trainer)  # of a micro-batch as most are
         waits += passes * 2 * kept / (device.host_gb_s * 1e9 * LINK_SHARE)
     updates = trainer.epochs * trainer.mini_batches * _update_s(shape, trainer, device)
     return max(arithmetic, gathered) + waits + updates

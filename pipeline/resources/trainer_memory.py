@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from penstock.services.learning.config import GRADIENT_SHARE, OptimizerConfig
+from penstock.services.learning.config import GRADIENT_SHARE, LearnerConfig, OptimizerConfig
 from penstock.services.modeling.decoder_shape import Linear, Matrix, Shape
 from penstock.services.trainer.config import LoraConfig, TrainerConfig
 from penstock.services.weights.config import GPU_BUCKET_MB
@@ -157,10 +157,15 @@ def version_bytes(shape: Shape, trainer: TrainerConfig) -> float:
     return 4 * shape.adapter(lora.rank, lora.targets) if lora else shape.served * shape.served_bytes
 
 
+def at_once(shape: Shape, learner: LearnerConfig) -> int:
+    """Tokens of the largest micro-batch: a row that is longer than one stands alone, whole."""
+    return max(learner.tokens_per_micro_batch, shape.longest)
+
+
 def activations(shape: Shape, trainer: TrainerConfig, in_flight: int = 1) -> tuple[float, float]:
     """Bytes that a backward begins with: what all layers keep, of each micro-batch ``in_flight``, and what one of them
     has beside it."""
-    tokens, tensor = trainer.tokens_per_micro_batch / trainer.sequence_parallel, trainer.tensor_parallel
+    tokens, tensor = at_once(shape, trainer) / trainer.sequence_parallel, trainer.tensor_parallel
     number = shape.learned_bytes * tokens  # one of each token's
     kept = number * shape.hidden * shape.layers  # what goes into each layer
     inner = number * (8 * shape.hidden + 4 * shape.hidden / tensor)  # and what it does

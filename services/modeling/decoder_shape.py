@@ -122,6 +122,8 @@ class Shape:
     """Parameters beside the decoder, which stand still: of what sees or hears."""
     sees: bool = False
     """Prompts show pictures: whoever computes has the towers once more."""
+    longest: int = 0
+    """Tokens of the longest row that the run may make, which is never cut; 0: nobody knows."""
 
     def stage(self, number: int, count: int) -> Shape:
         """What a pipeline's stage ``number`` of ``count`` has."""

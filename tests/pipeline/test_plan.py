@@ -18,12 +18,11 @@ from penstock.pipeline.cli import app
 from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.resources.devices import devices_of
 from penstock.pipeline.resources.gpus import total_gpus
-from penstock.pipeline.resources.host import host_needs
-from penstock.pipeline.resources.memory import embedded_gib, mapped_gib, plan, reference_gib
+from penstock.pipeline.resources.memory import embedded_gib, mapped_gib, plan
 from penstock.pipeline.resources.model_files import read_config
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import place
-from penstock.pipeline.resources.search import FILL, critic_times, layouts, shapes, unsearched, with_references
+from penstock.pipeline.resources.search import FILL, critic_times, layouts, shapes, with_references
 from penstock.pipeline.resources.shares import too_much
 from penstock.pipeline.resources.step_time import Load, train_s
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, keeps_whole_gradients, trainer_gib
@@ -252,23 +251,6 @@ def test_what_cannot_fit_is_an_error_that_names_the_key(path: str, override: str
     found = plan(load(Path(f"configs/{path}.yaml"), [override]))
     with pytest.raises(ConfigError, match=message):
         found.check()
-
-
-def test_reference_and_critic_are_counted_by_models_of_their_own() -> None:
-    kl, ppo = "trainer.algorithm.kl.coefficient=0.001", "trainer.algorithm.preset=ppo"
-    for override, key in ((f"reference.path={LARGE}", kl), (f"critic.path={LARGE}", ppo)):
-        config = load(Path("configs/grpo-0.5b.yaml"), [override, key, "rollout.sampling.n=2", "run.gpu_gib=40"])
-        large = override.partition(".")[0]
-        assert [large in problem for problem in plan(config).problems] == [True]
-        assert large in unsearched(config, devices_of("8xA100-40")[1])  # type: ignore[operator]
-        assert large in too_much(config, {large: "0", "rollout-0": "0"}, {"0": 40.0})[0]
-    needs = host_needs(load(Path("configs/grpo-0.5b.yaml"), [f"critic.path={LARGE}", ppo]))
-    assert needs and needs.critic == pytest.approx(12 * 32.76e9 / 2**30, rel=0.01)
-    assert needs.checkpoints == pytest.approx(3 * (needs.staging + needs.critic))
-    config = load(Path("configs/grpo-70b.yaml"), [f"reference.path={SMALL}", kl])
-    assert not [problem for problem in plan(config).problems if "reference" in problem]
-    config = load(Path("configs/grpo-0.5b.yaml"), ["reference.path=no/such-model", kl])
-    assert not plan(config).problems and reference_gib(config) is None, "its sizes are not known here"
 
 
 @pytest.mark.parametrize("slower", [1, 150])

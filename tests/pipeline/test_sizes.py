@@ -54,7 +54,7 @@ def shaped(folder: Path, described: dict[str, Any]) -> Shape:
 def test_positions_are_those_that_a_run_has(tmp_path: Path, rope: dict[str, Any], positions: int) -> None:
     shape = shaped(tmp_path, json.loads(QWEN.read_text()) | rope)
     assert (shape.max_length, positions_of(load_config(str(tmp_path)))) == (positions, positions)
-    keys = [f"model.path={tmp_path}", f"rollout.engine.max_length={positions}"]
+    keys = [f"model.path={tmp_path}", f"rollout.engine.max_length={positions}", "run.gpu_gib=null"]
     assert not plan(load(Path("configs/grpo-8b.yaml"), keys)).problems
 
 

@@ -1,0 +1,64 @@
+"""What a run holds beside the policy, and how much of it at once: counted from config.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.pipeline.config import load
+from penstock.pipeline.resources.devices import devices_of
+from penstock.pipeline.resources.host import host_needs
+from penstock.pipeline.resources.memory import critic_gib, plan, reference_gib
+from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.search import unsearched
+from penstock.pipeline.resources.shares import too_much
+from penstock.pipeline.resources.trainer_memory import trainer_gib
+
+LARGE, SMALL = "Qwen/Qwen3-32B", "Qwen/Qwen2.5-0.5B-Instruct"
+
+
+def test_a_row_that_is_longer_than_a_micro_batch_is_counted_whole() -> None:
+    """Of trainer, critic, reference and host: no key but those that make rows shorter helps."""
+    ppo = ["trainer.algorithm.preset=ppo", "critic.gradient_checkpointing=true", "trainer.gradient_checkpointing=true"]
+    ppo += ["trainer.offload_activations=true", "critic.offload_activations=true"]
+
+    def needs(length: int, tokens: int) -> list[float]:
+        keys = [f"rollout.engine.max_length={length}", "run.gpu_gib=80", *ppo]
+        keys += [f"{key}={tokens}" for key in ("trainer.tokens_per_micro_batch", "critic.tokens_per_micro_batch")]
+        config = load(Path("configs/grpo-8b.yaml"), [*keys, f"reference.tokens_per_batch={tokens}"])
+        shape, host = shape_of(config), host_needs(config)
+        assert shape and host
+        on_gpus = [trainer_gib(shape, config.trainer), critic_gib(config, 80.0), reference_gib(config)]
+        return [size or 0.0 for size in on_gpus] + [host.activations, host.critic_activations]
+
+    long, short = needs(32768, 4096), needs(4096, 4096)
+    assert long == needs(32768, 32768)
+    assert all(more > less for more, less in zip(long, short, strict=True))
+
+
+def test_what_makes_a_long_row_fit_is_said() -> None:
+    keys = ["rollout.engine.max_length=40960", "trainer.algorithm.kl.coefficient=0", "run.gpu_gib=40"]
+    (problem,) = plan(
+        config := load(Path("configs/grpo-8b.yaml"), [*keys, "trainer.tokens_per_micro_batch=1024"])
+    ).problems
+    assert "tokens_per_micro_batch" not in problem and "rollout.engine.max_length" in problem
+    assert "take trainer.sequence_parallel=2 or a shorter" in problem
+    assert any("a row of 40,960 tokens" in line for line in plan(config).lines)
+
+
+def test_reference_and_critic_are_counted_by_models_of_their_own() -> None:
+    kl, ppo = "trainer.algorithm.kl.coefficient=0.001", "trainer.algorithm.preset=ppo"
+    for override, key in ((f"reference.path={LARGE}", kl), (f"critic.path={LARGE}", ppo)):
+        config = load(Path("configs/grpo-0.5b.yaml"), [override, key, "rollout.sampling.n=2", "run.gpu_gib=40"])
+        large = override.partition(".")[0]
+        assert [large in problem for problem in plan(config).problems] == [True]
+        assert large in unsearched(config, devices_of("8xA100-40")[1])  # type: ignore[operator]
+        assert large in too_much(config, {large: "0", "rollout-0": "0"}, {"0": 40.0})[0]
+    needs = host_needs(load(Path("configs/grpo-0.5b.yaml"), [f"critic.path={LARGE}", ppo]))
+    assert needs and needs.critic == pytest.approx(12 * 32.76e9 / 2**30, rel=0.01)
+    assert needs.checkpoints == pytest.approx(3 * (needs.staging + needs.critic))
+    config = load(Path("configs/grpo-70b.yaml"), [f"reference.path={SMALL}", kl])
+    assert not [problem for problem in plan(config).problems if "reference" in problem]
+    config = load(Path("configs/grpo-0.5b.yaml"), ["reference.path=no/such-model", kl])
+    assert not plan(config).problems and reference_gib(config) is None, "its sizes are not known here"
