@@ -17,8 +17,8 @@ from rich.table import Table
 from penstock.pipeline.bench.machine import describe
 from penstock.pipeline.config import ConfigError, dump, load
 from penstock.pipeline.resources.host import host_needs
-from penstock.pipeline.resources.memory import reference_gib
 from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.readers import reference_gib
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
 
 DEADLINE_S = 600

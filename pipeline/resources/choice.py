@@ -13,6 +13,7 @@ from penstock.pipeline.resources.gpus import gpus_but
 from penstock.pipeline.resources.layout import Layout, seconds_of
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import GUESTS
+from penstock.pipeline.resources.readers import uncounted
 from penstock.pipeline.resources.search import in_four_bits, layouts, unsearched, with_references
 from penstock.pipeline.resources.step_time import PROMPT, Load
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
@@ -71,7 +72,8 @@ def choose(config: Config) -> Choice:
     best, why = best_of(config, every)
     taken = overrides(config, best)
     title = f"run.placement: auto takes {shlex.join(taken)} on {len(gpus)} x {device.name}, the fastest on paper"
-    return Choice(tuple(taken), tuple(_as_given(config, taken)), "; ".join([title, *why]))
+    said = "; ".join(filter(None, [title, *why, uncounted(config)]))
+    return Choice(tuple(taken), tuple(_as_given(config, taken)), said)
 
 
 def _on_one_node(layout: Layout) -> Layout:

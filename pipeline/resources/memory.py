@@ -9,13 +9,11 @@ from pydantic import ValidationError
 from penstock.pipeline.config import Config, ConfigError, TinyModel
 from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.model_shape import shape_of, tiny_shape
+from penstock.pipeline.resources.readers import reference_gib, references_each, scorer_gib, shorter, uncounted
 from penstock.pipeline.resources.trainer_memory import (
-    FOUR_BIT_BYTES,
     GIB,
-    LOGITS_GIB,
     OVERHEAD_GIB,
     Staged,
-    coded_matrices,
     trainer_gib,
     trainer_parts,
 )
@@ -67,6 +65,11 @@ def plan(config: Config) -> Plan:
         found.lines.append(f"reference: {config.reference.count} x {need:.1f} GiB")
     if config.with_critic and (need := critic_gib(config, room)):
         found.lines.append(f"critic: {config.critic.ranks} ranks, about {need:.1f} GiB each")
+    for kind, scorer in config.scorers.items():
+        if need := scorer_gib(config, kind):
+            found.lines.append(f"{kind}: {scorer.count} x {need:.1f} GiB")
+    if left_out := uncounted(config):
+        found.lines.append(left_out)
     found.problems += too_large(config, room)
     if config.run.colocated and room:
         _plan_colocated(config, shape, room, found)
@@ -75,15 +78,21 @@ def plan(config: Config) -> Plan:
 
 
 def too_large(config: Config, room: float | None) -> list[str]:
-    """Why reference and critic, which no layout makes smaller, do not fit GPUs of ``room`` GiB."""
+    """Why reference, critic and scorers, which no layout makes smaller, do not fit GPUs of ``room`` GiB."""
     problems: list[str] = []
     if not room:
         return problems
     if config.with_reference and (need := reference_gib(config) or 0.0) > room:
         problems.append(
             f"trainer.algorithm.kl.coefficient: the reference's {need:.1f} GiB do not fit a GPU of {room:.3g} GiB, and "
-            f"it is not cut; set it to 0, or take a smaller model (reference.path){_shorter(config)}"
+            f"it is not cut; set it to 0, or take a smaller model (reference.path){shorter(config)}"
         )
+    for kind in config.scorers:
+        if (need := scorer_gib(config, kind) or 0.0) > room:
+            problems.append(
+                f"scorers.{kind}.options.path: its {need:.1f} GiB do not fit a GPU of {room:.3g} GiB, and it is not "
+                "cut; take a smaller model"
+            )
     if config.with_critic and (need := critic_gib(config, room) or 0.0) > room:
         spared = _spared_by("critic", config.critic, shape_of(config, config.critic.path))
         problems.append(
@@ -222,13 +231,6 @@ def _plan_trainer(config: Config, shape: Shape, found: Plan) -> None:
     )
 
 
-def _shorter(config: Config) -> str:
-    """What else makes a reference smaller whose largest pass is one row."""
-    shape = shape_of(config, config.reference.path)
-    long = shape and shape.longest > config.reference.tokens_per_batch
-    return ", or a shorter rollout.engine.max_length, since a row is never cut" if long else ""
-
-
 def _spared_by(kind: str, learner: LearnerConfig, shape: Shape | None) -> str:
     """What makes a rank smaller and is not done yet, e.g. ``fewer trainer.tokens_per_micro_batch``."""
     words = [f"fewer {kind}.tokens_per_micro_batch"]
@@ -276,6 +278,8 @@ def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> N
         return
     beside = OVERHEAD_GIB + references * (reference_gib(config) or 0.0)
     others = "the reference and the trainer's context" if references else "the trainer's context"
+    if references and reference_gib(config) is None:
+        others = "the trainer's context, and the reference, which is not counted"
     if isinstance(engine, TorchEngineConfig):
         need = embedded_gib(config, shape)
         found.lines.append(f"at rest: an engine's {need:.1f} GiB of each GPU, beside {beside:.1f} GiB of {others}")
@@ -306,26 +310,6 @@ def mapped_gib(config: Config, shape: Shape, trainer: TrainerConfig) -> float:
     if config.weights.transport != "cuda_ipc" or trainer.ranks > 1:
         return 0.0
     return MAPPED_VERSIONS * trainer_parts(shape, trainer).get("published version", 0.0)
-
-
-def references_each(config: Config, ranks: int) -> int:
-    """References on a GPU of a trainer of so many ``ranks``, where most of them are (`run.placement`: colocated)."""
-    return -(-config.reference.count // ranks) if config.with_reference else 0
-
-
-def reference_gib(config: Config) -> float | None:
-    """GiB of a reference at its peak: weights, a layer's activations, a chunk of logits; None where the sizes of its
-    model are not known here."""
-    shape = shape_of(config, config.reference.path)
-    if shape is None:
-        return None
-    tokens, size = max(config.reference.tokens_per_batch, shape.longest), shape.served_bytes
-    wide = 3 * (shape.beside if shape.experts else shape.intermediate)
-    wide += shape.chosen * (2 * shape.hidden + 3 * shape.intermediate) if shape.experts else 0
-    inner = size * tokens * (8 * shape.hidden + wide) / GIB
-    coded = shape.layers * sum(matrix.numbers for matrix in coded_matrices(shape, config.reference_quantized))
-    weights = ((shape.served - coded) * size + FOUR_BIT_BYTES * coded + shape.sight_bytes) / GIB
-    return weights + max(inner, 1.5 * LOGITS_GIB) + OVERHEAD_GIB
 
 
 def critic_gib(config: Config, gpu_gib: float | None) -> float | None:

@@ -23,13 +23,12 @@ from penstock.pipeline.resources.memory import (
     embedded_gib,
     kv_tokens,
     mapped_gib,
-    reference_gib,
-    references_each,
     too_large,
     trainer_of,
 )
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import GUESTS
+from penstock.pipeline.resources.readers import reference_gib, references_each
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, forward_s, switch_s, train_s
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
 from penstock.services.modeling.decoder_shape import Shape

@@ -12,12 +12,12 @@ from penstock.pipeline.resources.memory import (
     critic_gib,
     embedded_gib,
     mapped_gib,
-    reference_gib,
     staged,
     trainer_of,
 )
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import is_guest
+from penstock.pipeline.resources.readers import reference_gib, scorer_gib
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 
@@ -87,4 +87,6 @@ def _share(config: Config, actor: str, size: float) -> float:
         need = critic_gib(config, size)
     elif kind == "reference":
         need = reference_gib(config)
+    elif kind in config.scorers:
+        need = scorer_gib(config, kind)
     return (need or OVERHEAD_GIB) / size

@@ -28,6 +28,7 @@ from penstock.pipeline.resources.layout import Layout, seconds_of
 from penstock.pipeline.resources.memory import plan, staged, trainer_of
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import place
+from penstock.pipeline.resources.readers import uncounted
 from penstock.pipeline.resources.search import BANDWIDTH_SHARE, layouts, with_references
 from penstock.pipeline.resources.shares import too_much
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, LINK_SHARE, PROMPT, Load
@@ -134,6 +135,8 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
             taken = shlex.join(overrides(config, other, count > MACHINE))
             said = f"or, {TRAINED[kind]}, {_host(config, other)}: {taken}"
             console.print(said, highlight=False, markup=False, soft_wrap=True)
+    if left_out := uncounted(config):
+        console.print(f"in all of these: {left_out}", highlight=False, markup=False)
     for reason in why:
         console.print(f"why: {reason}", highlight=False, markup=False)
     console.print(f"the first takes {_host(config, best)}", highlight=False, markup=False)

@@ -71,6 +71,11 @@ class ScorerConfig(Section):
         """``module:Class``, also of a built-in one."""
         return BUILT_IN.get(self.scorer, self.scorer)
 
+    @property
+    def built_in(self) -> bool:
+        """It is no class of the user's."""
+        return self.scorer in BUILT_IN
+
     def declared(self, kind: str) -> list[Column]:
         """The columns, as the scorer called ``kind`` writes them."""
         more: dict[str, Any] = {"reads": tuple(self.reads), "source": f"scorer {self.scorer}"}

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from penstock.pipeline.config import load
+from penstock.pipeline.cli import app
+from penstock.pipeline.config import Config, load
 from penstock.pipeline.resources.devices import devices_of
 from penstock.pipeline.resources.host import host_needs
-from penstock.pipeline.resources.memory import critic_gib, plan, reference_gib
+from penstock.pipeline.resources.memory import critic_gib, plan
 from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.readers import reference_gib, scorer_gib
 from penstock.pipeline.resources.search import unsearched
 from penstock.pipeline.resources.shares import too_much
 from penstock.pipeline.resources.trainer_memory import trainer_gib
@@ -62,3 +65,42 @@ def test_reference_and_critic_are_counted_by_models_of_their_own() -> None:
     assert not [problem for problem in plan(config).problems if "reference" in problem]
     config = load(Path("configs/grpo-0.5b.yaml"), ["reference.path=no/such-model", kl])
     assert not plan(config).problems and reference_gib(config) is None, "its sizes are not known here"
+
+
+def test_who_is_not_counted_is_named() -> None:
+    """In the plan, beside layouts, and where GPUs are shared."""
+    keys = ["trainer.algorithm.preset=ppo", "rollout.sampling.n=2", "reference.path=no/such", "critic.path=no/other"]
+    keys += [
+        "scorers={mine: {scorer: 'a:B', columns: {mine: token}, gpus: 1}, free: {scorer: 'a:B', columns: {f: token}}}"
+    ]
+    config = load(Path("configs/grpo-8b.yaml"), keys)
+    (told,) = [line for line in plan(config).lines if line.startswith("not counted: ")]
+    assert "reference (no config.json of no/such here" in told and "critic (no config.json of no/other here" in told
+    assert "scorers.mine (a class of your own)" in told and "free" not in told
+    shared = load(Path("configs/grpo-8b.yaml"), [keys[2], "run.placement=colocated", "trainer.ranks=4"])
+    assert any("and the reference, which is not counted" in line for line in plan(shared).lines)
+    shown = CliRunner().invoke(app, ["plan", "configs/grpo-8b.yaml", keys[2], "--gpus", "8xH100"]).output
+    assert "in all of these: not counted: reference (no config.json of no/such" in " ".join(shown.split())
+    assert not any("not counted" in line for line in plan(load(Path("configs/grpo-8b.yaml"))).lines)
+
+
+@pytest.mark.parametrize("scorer", ["teacher", "reward_model"])
+def test_built_in_scorers_with_gpus_are_counted_by_their_models(scorer: str) -> None:
+    per, column = ("token", "teacher") if scorer == "teacher" else ("trajectory", "preference")
+    base = f"{{scorer: {scorer}, columns: {{{column}: {per}}}, options: {{path: {LARGE}}}"
+
+    def judged(more: str = "", room: int = 80) -> Config:
+        keys = [f"scorers={{judge: {base}{more}}}}}", f"run.gpu_gib={room}"]
+        return load(Path("configs/grpo-0.5b.yaml"), keys)
+
+    config = judged(", gpus: 1")
+    weights = 2 * (32.76e9 - 151936 * 5120 * (scorer == "reward_model")) / 2**30
+    assert scorer_gib(config, "judge") == pytest.approx(
+        weights + 1.5 + 2 * 8192 * (8 * 5120 + 3 * 25600) / 2**30, rel=0.01
+    )
+    assert any(line.startswith("judge: 1 x ") for line in plan(config).lines) and not plan(config).problems
+    assert scorer_gib(judged(), "judge") is None, "it has no GPU"
+    (problem,) = plan(small := judged(", gpus: 1", 40)).problems
+    assert problem.startswith("scorers.judge.options.path: ") and "take a smaller model" in problem
+    assert unsearched(small, devices_of("8xA100-40")[1]) == problem
+    assert too_much(config, {"judge-0": "0", "rollout-0": "0"}, {"0": 80.0})

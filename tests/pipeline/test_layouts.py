@@ -16,9 +16,10 @@ from penstock.pipeline.resources.choice import best_of, half_of_the_longest, loa
 from penstock.pipeline.resources.devices import devices_of
 from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.layout import Layout
-from penstock.pipeline.resources.memory import plan, references_each
+from penstock.pipeline.resources.memory import plan
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import place
+from penstock.pipeline.resources.readers import references_each
 from penstock.pipeline.resources.search import layouts, shapes
 from penstock.pipeline.resources.step_time import Load
 from penstock.pipeline.simulate.costs import on_gpus
