@@ -119,7 +119,7 @@ def _references(config: Config, most: int) -> list[int]:
     given = config.reference.count * config.with_reference
     if not given or config.reference.device == "cpu" or shape_of(config, config.reference.path) is None:
         return [given]
-    return sorted({given, *(2**power for power in range(most.bit_length()))})
+    return sorted({given, most, *(2**power for power in range(most.bit_length()))})
 
 
 def _fewest(config: Config, layouts: Sequence[Layout]) -> Layout:
@@ -199,20 +199,29 @@ def _colocated(
     ]
     found = _fastest(config, shape, _plain(config, ranks, lora), load, device, asleep, colocated=True)
     if engines and found:
-        generate_s, tensor = min(engines)
         trainer, seconds, faster, faster_s = found
         own_gib = _rank_gib(config, shape, trainer, device, True)
         faster_gib = _rank_gib(config, shape, faster, device, True) if faster else 0.0
         # On a GPU that has none yet one more takes no more memory of it.
         more = [count for count in _references(config, ranks) if config.reference.count <= count <= ranks]
         yield _fewest(config, [
-            Layout(
-                trainer, own_gib, seconds, generate_s, ranks // tensor, tensor, faster, faster_gib, faster_s, True,
-                round(share, 2), switch_s(shape, trainer, tensor, device), *critic_times(config, load, device),
-                references, reference_s(config, load, device) * -(-references // ranks) / max(1, references),
-            )
+            min((
+                Layout(
+                    trainer, own_gib, seconds, generate_s, ranks // tensor, tensor, faster, faster_gib, faster_s, True,
+                    round(share, 2), switch_s(shape, trainer, tensor, device), *critic_times(config, load, device),
+                    references, _held_s(config, load, device, references, ranks, tensor),
+                )
+                for generate_s, tensor in engines
+            ), key=seconds_of(config))
             for references in more or [config.reference.count * config.with_reference]
         ])  # fmt: skip
+
+
+def _held_s(config: Config, load: Load, device: Device, references: int, ranks: int, tensor: int) -> float:
+    """Seconds of a step that references hold up the engine on ``tensor`` of a trainer's GPUs that has most of them
+    beside it: it waits for each of its GPUs, and they are seldom at work together."""
+    beside = min(references, tensor * -(-references // ranks))
+    return reference_s(config, load, device) * beside / max(1, references)
 
 
 def _ranks(count: int) -> Iterator[int]:

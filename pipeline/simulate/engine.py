@@ -43,6 +43,7 @@ class VirtualEngine:
         self._at: list[float] = [0.0]
         self._versions: list[int] = [-1]
         self._paused = self._busy = self._asleep = False
+        self._held = 0
         self._next: Event | None = None
         self._count = 0
         self.busy_s = 0.0
@@ -75,6 +76,12 @@ class VirtualEngine:
             self._move()
             self._asleep = asleep
             self._go_on()
+
+    def hold(self, begins: bool) -> None:
+        """Somebody else begins to compute on its device in its place, or has ended."""
+        self._move()
+        self._held += 1 if begins else -1
+        self._go_on()
 
     def die(self) -> None:
         """All that was under way is gone."""
@@ -116,7 +123,7 @@ class VirtualEngine:
             for length in lengths:
                 self._count += 1
                 heappush(self._running, (self._place + length, self._count, self._place, group))
-        busy = bool(self._running) and not (self._paused or self._asleep)
+        busy = bool(self._running) and not (self._paused or self._asleep or self._held)
         if busy != self._busy:
             (self._clock.begins if busy else self._clock.ends)()
             self._busy = busy

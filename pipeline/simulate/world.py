@@ -13,10 +13,12 @@ from functools import partial
 import numpy as np
 
 from penstock.pipeline.config import Config
+from penstock.pipeline.resources.placement import is_guest
 from penstock.pipeline.simulate.clock import Clock, Event
 from penstock.pipeline.simulate.costs import Costs
 from penstock.pipeline.simulate.critic import Critic
 from penstock.pipeline.simulate.engine import Finished, VirtualEngine
+from penstock.pipeline.simulate.scorer import Scorer
 from penstock.protocols.columns import REWARD
 from penstock.services.broker.granting import SUSPECT_AFTER, grant_groups
 from penstock.services.broker.membership import Member
@@ -73,34 +75,6 @@ class Rollout:
         """Newest version that it may fetch."""
 
 
-class Scorer:
-    """Actors of a kind that compute a column, one group after the other each."""
-
-    def __init__(self, clock: Clock, count: int) -> None:
-        self._clock, self._free, self.count = clock, count, count
-        self.busy_s = 0.0
-        self._queue: list[tuple[float, Callable[[], None]]] = []
-
-    def score(self, seconds: float, then: Callable[[], None]) -> None:
-        """``then`` is called when a group that takes so long is scored."""
-        self._queue.append((seconds, then))
-        self._go_on()
-
-    def _go_on(self) -> None:
-        while self._free and self._queue:
-            seconds, then = self._queue.pop(0)
-            self._free -= 1
-            self.busy_s += seconds
-            self._clock.begins()
-            self._clock.after_work(seconds, partial(self._done, then))
-
-    def _done(self, then: Callable[[], None]) -> None:
-        self._free += 1
-        self._clock.ends()
-        self._go_on()
-        then()
-
-
 class World:
     """The run of ``config``, at these ``costs``, for ``steps`` steps."""
 
@@ -119,7 +93,11 @@ class World:
         )  # fmt: skip
         self._columns = {kind: [c for c in columns if c.scorer == kind] for kind in {c.scorer for c in columns}}
         counts = {kind: registry.actors(config)[kind].count(config) for kind in self._columns}
-        self._scorers = {kind: Scorer(self.clock, counts[kind]) for kind in self._columns if kind != REWARD}
+        self._scorers = {
+            kind: Scorer(self.clock, counts[kind], self._beside_engine) if self._sleeps(kind)
+            else Scorer(self.clock, counts[kind])
+            for kind in self._columns if kind != REWARD
+        }  # fmt: skip
         self._critic = Critic(self.clock, costs, self._turn) if config.with_critic else None
         slots = 256 if isinstance(engine, PluginEngineConfig | NoEngineConfig) else engine.max_sequences
         if config.run.deterministic:  # each group is decoded alone
@@ -285,10 +263,23 @@ class World:
         self._training = self.clock.after_work(seconds, partial(self._trained, made, tokens, seconds))
 
     def _sleep(self, asleep: bool) -> None:
-        """Where the rollouts' devices are the trainer's, they are used by one of them."""
+        """Where the devices of rollouts and reference are the trainer's, they are used by it or by them."""
         if self._colocated:
             for rollout in self._rollouts:
                 rollout.engine.sleep(asleep)
+            for kind, scorer in self._scorers.items():
+                if self._sleeps(kind):
+                    scorer.sleep(asleep)
+
+    def _sleeps(self, kind: str) -> bool:
+        return self._config.run.colocated and is_guest(kind)
+
+    def _beside_engine(self, scorer: int, begins: bool) -> None:
+        """A scorer that is a guest computes in the place of the engine whose GPU it has (`placement.seated`)."""
+        ranks, each = self._config.trainer.ranks, registry.actors(self._config)["rollout"].gpus(self._config)
+        engine = (ranks - 1 - scorer % ranks) // max(1, each)
+        if engine < len(self._rollouts) and self._costs.cores is None:  # the clock shares cores
+            self._rollouts[engine].engine.hold(begins)
 
     def _trained(self, made: list[Finished], tokens: int, seconds: float) -> None:
         self.clock.ends()

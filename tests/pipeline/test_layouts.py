@@ -161,18 +161,19 @@ def test_a_longer_prompt_takes_longer() -> None:
         assert f"tokens to prompts of {tokens};" in " ".join(shown.split())
 
 
-@pytest.mark.parametrize("gpus", ["64xH100"])
-def test_nobody_waits_for_a_reference_that_was_not_counted(gpus: str) -> None:
-    """What the first takes is what the simulator says, with as many references as pay."""
+@pytest.mark.parametrize(("gpus", "colocated"), [("8xH100", True), ("24xH100", False), ("64xH100", False)])
+def test_nobody_waits_for_a_reference_that_was_not_counted(gpus: str, colocated: bool) -> None:
+    """What a layout takes is what the simulator says, with as many references as pay."""
     config, found = searched([], gpus)
-    best, _ = best_of(config, found)
+    best, _ = best_of(config, [layout for layout in found if layout.colocated == colocated])
     words = overrides(config, best, int(gpus.partition("x")[0]) > 8)
     made, (count, device) = load(BIG, words), devices_of(gpus)
     assert made.reference.count == best.references > 1 and total_gpus(made) <= count
     shape, step = shape_of(made), load_of(made, half_of_the_longest(made))
     assert shape
     costs = on_gpus(made, shape, device, step.length - step.prompt, step.prompt)
-    assert best.references * best.reference_s == pytest.approx(step.tokens * costs.score_token_s)
+    beside = best.tensor_parallel if colocated else 1  # of which an engine waits for each
+    assert best.references * best.reference_s == pytest.approx(beside * step.tokens * costs.score_token_s)
     assert World(made, costs, 30).run().steps_per_s == pytest.approx(1 / best.step_s, rel=0.2)
 
 

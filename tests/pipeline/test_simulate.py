@@ -37,7 +37,7 @@ def alike(**changes: Any) -> Costs:
 def in_one_go(max_lag: int = 0, **changes: Any) -> Config:
     """A step is what one rollout decodes at once."""
     keys = {"gate.groups_per_step": 4, "rollout.sampling.n": 2, "rollout.count": 1, "rollout.engine.max_sequences": 8}
-    return config(**keys, **{"gate.max_lag": max_lag, "trainer.algorithm.kl.coefficient": 0}, **changes)
+    return config(**keys, **({"gate.max_lag": max_lag, "trainer.algorithm.kl.coefficient": 0} | changes))
 
 
 def test_a_synchronous_run_takes_what_its_parts_take() -> None:
@@ -66,6 +66,19 @@ def test_who_shares_devices_takes_turns() -> None:
         assert found.steps_per_s == pytest.approx(1 / 2.0, rel=0.03) and found.lag_max <= 1
     waits = World(in_one_go(max_lag=4, **keys), alike(train_token_s=0.4 / 800, reward_s=1.5), 60).run()
     assert waits.steps_per_s == pytest.approx(1 / 1.4, rel=0.05), "what waits is hidden all the same"
+
+
+@pytest.mark.parametrize(("references", "ranks"), [(1, 1), (2, 1), (2, 2)])
+def test_a_reference_that_shares_devices_takes_its_turn_too(references: int, ranks: int) -> None:
+    """A second of decoding, 0.9 of training, and 0.8 of scoring in between, by as many as there are GPUs."""
+    keys = {"run.placement": "colocated", "reference.count": references, "trainer.ranks": ranks}
+    keys["trainer.algorithm.kl.coefficient"] = 0.001
+    costs = alike(train_token_s=0.9 / 800, score_token_s=0.8 * min(references, ranks) / 800)
+    for lag in (0, 4):
+        found = World(in_one_go(max_lag=lag, **keys), costs, 60).run()
+        if ranks == 1:
+            assert found.steps_per_s == pytest.approx(1 / 2.7, rel=0.05), (lag, found)
+        assert found.steps_per_s <= 1.02 / 1.9
 
 
 def test_a_critic_gives_values_before_the_trainer_begins_and_learns_beside_it() -> None:

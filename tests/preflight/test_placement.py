@@ -22,6 +22,7 @@ from tests.preflight.nvml import FakeNvml
 
 BIG = ROOT / "configs" / "grpo-8b.yaml"
 AUTO = "run.placement=auto"
+ALONE = "trainer.algorithm.kl.coefficient=0"
 
 
 def nvml(patch: pytest.MonkeyPatch, gpus: int) -> FakeNvml:
@@ -30,15 +31,15 @@ def nvml(patch: pytest.MonkeyPatch, gpus: int) -> FakeNvml:
 
 def test_it_takes_what_the_plan_calls_the_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     nvml(monkeypatch, 8)
-    choice = choose(load(BIG, [AUTO]))
-    taken = load(BIG, [AUTO, *choice.overrides])
+    choice = choose(load(BIG, [AUTO, ALONE]))
+    taken = load(BIG, [AUTO, ALONE, *choice.overrides])
     engines = taken.rollout.count * taken.rollout.engine.vllm["tensor_parallel_size"]  # type: ignore[union-attr]
     assert taken.run.colocated and engines == taken.trainer.ranks == 8
     assert "8 x H100" in choice.line and "takes longest" in choice.line
 
     from penstock.pipeline.tools.plan import show
 
-    show(Console(width=300), load(BIG), "8xH100", None)
+    show(Console(width=300), load(BIG, [ALONE]), "8xH100", None)
     first = capsys.readouterr().out.partition("take the first: ")[2].split()
     assert first == list(choice.overrides)
 
@@ -81,7 +82,6 @@ def test_a_run_that_goes_on_elsewhere_is_laid_out_anew(monkeypatch: pytest.Monke
 
     given, many = load(BIG), on(8)
     assert many.trainer != given.trainer
-    assert many.run.placement == "colocated"
     alone = on(1, tmp_path)
     assert alone.trainer.ranks == alone.rollout.count == 1 and alone.trainer.offload and alone.run.colocated
     assert alone.rollout.engine.vllm["gpu_memory_utilization"] != 0.9  # type: ignore[union-attr]
