@@ -11,11 +11,11 @@ from penstock.pipeline.config import Config, ConfigError, TinyModel
 from penstock.pipeline.config.load import as_overrides
 from penstock.pipeline.resources.gpus import gpus_but
 from penstock.pipeline.resources.layout import Layout, seconds_of
+from penstock.pipeline.resources.loads import half_of_the_longest, load_of
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import GUESTS
 from penstock.pipeline.resources.readers import uncounted
 from penstock.pipeline.resources.search import in_four_bits, layouts, unsearched, with_references
-from penstock.pipeline.resources.step_time import PROMPT, Load
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.runtime.gpu_kinds import MACHINE, Device, device_called
@@ -91,17 +91,6 @@ def _as_given(config: Config, taken: Sequence[str]) -> list[str]:
             value = getattr(value, parts.pop(0))
         given[".".join(key.split(".")[: -len(parts) or None])] = value
     return as_overrides(given)
-
-
-def half_of_the_longest(config: Config) -> int:
-    """Tokens of a response, where nobody knows better."""
-    return max(1, config.rollout.sampling.max_new_tokens // 2)
-
-
-def load_of(config: Config, response: int, prompt: int = PROMPT) -> Load:
-    """A step's, with responses of so many tokens, to prompts of so many."""
-    sampled = config.gate.groups_per_step * config.sampling.trajectories * response
-    return Load(float(sampled), float(prompt + response), float(prompt))
 
 
 def nothing_fits(config: Config, count: int, device: Device) -> str:

@@ -348,7 +348,7 @@ def _generate_s(
 ) -> float:
     """Of engines that share a step: every decoding step reads the weights, and the KV of who is decoded."""
     most = getattr(config.rollout.engine, "max_sequences", 256)
-    tokens, response = load.tokens / engines, load.length - load.prompt
+    tokens, response = (load.tokens - load.given) / engines, load.length - load.prompt
     fit = sequences(config, shape, tensor, device, load.length, share)
     batch = max(1.0, min(most, fit, tokens / response))
     weights = shape.parameters * shape.served_bytes / tensor

@@ -43,11 +43,13 @@ class Load:
     """What a step consists of."""
 
     tokens: float
-    """Sampled, in all trajectories."""
+    """Of the responses of all trajectories."""
     length: float
     """Of a trajectory on average, with its prompt."""
     prompt: float = 0.0
     """Of these, the prompt's."""
+    given: float = 0.0
+    """Of `tokens`, those of answers that nobody samples."""
 
 
 def train_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) -> float:

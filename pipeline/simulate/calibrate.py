@@ -42,6 +42,8 @@ def like(run: Path, warn: Callable[[str], None]) -> Costs:
     """As the run in this folder had them, on this machine. Raises `ConfigError` where it says too little; ``warn`` is
     told where it does not show what decoding takes, and of what cannot be read."""
     config = load(run / "config.yaml")
+    if config.rollout.all_given:
+        raise ConfigError(f"--like {run}: all answers are given (rollout.given.answers), and it shows no rollouts")
     rows = steps_of(run)[SKIPPED:]
     if len(rows) < LEAST:
         raise ConfigError(f"--like {run}: {len(rows) + SKIPPED} steps say too little; it takes {LEAST + SKIPPED}")

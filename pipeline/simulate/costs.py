@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,17 @@ import yaml
 from pydantic import Field, ValidationError
 
 from penstock.pipeline.config import Config, ConfigError
+from penstock.pipeline.resources.loads import load_of
 from penstock.pipeline.resources.memory import VLLM_DEFAULT, trainer_of
 from penstock.pipeline.resources.search import BANDWIDTH_SHARE, critic_times, reference_s, sequences
-from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, switch_s, train_s
+from penstock.pipeline.resources.step_time import FLOPS_SHARE, switch_s, train_s
 from penstock.pipeline.resources.trainer_memory import version_bytes
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.rollout.config import PluginEngineConfig, VllmEngineConfig
 from penstock.services.runtime.gpu_kinds import Device
 from penstock.services.runtime.settings import Section
 
+HALVINGS, MOST_UNCUT = 40, 1e6
 NETWORK_GB_S = 10.0
 """At which a version is supposed to reach each rollout, where nobody has measured it."""
 
@@ -28,7 +32,7 @@ class Costs(Section):
     """Seconds and tokens. Whatever is drawn has a mean and a spread (its standard deviation over its mean)."""
 
     length: float = Field(512.0, gt=0)
-    """Tokens of a response, on average."""
+    """Tokens of a response, on average, of which none is longer than the run allows."""
     length_spread: float = Field(0.8, ge=0)
     """Of the lengths, e.g. ``1.0``: a long tail (log-normal); 0: all are alike."""
     lengths: tuple[int, ...] = ()
@@ -76,11 +80,11 @@ class Costs(Section):
     """That all actors share, on a machine without a GPU, e.g. ``2``; null: each has its own."""
 
     def draw_lengths(self, random: np.random.Generator, count: int, longest: int) -> np.ndarray:
-        """int64 ``[count]``."""
+        """int64 ``[count]``, with the mean that was asked for, though none is above ``longest``; those that were seen
+        are what they were."""
         if self.lengths:
-            found = random.choice(np.array(self.lengths), count)
-        else:
-            found = draw(random, self.length, self.length_spread, count)
+            return np.maximum(random.choice(np.array(self.lengths), count), 1).astype(np.int64)
+        found = draw(random, uncut(self.length, self.length_spread, longest), self.length_spread, count)
         return np.clip(np.rint(found), 1, longest).astype(np.int64)
 
     def draw_reward_s(self, random: np.random.Generator, count: int) -> float:
@@ -92,6 +96,31 @@ def draw(random: np.random.Generator, mean: float, spread: float, count: int) ->
     """float64 ``[count]``, log-normal with this mean."""
     sigma = np.sqrt(np.log1p(spread**2))
     return mean * random.lognormal(-(sigma**2) / 2, sigma, count)
+
+
+@lru_cache(maxsize=64)
+def uncut(mean: float, spread: float, longest: float) -> float:
+    """The mean that lengths must have so that theirs is ``mean`` once none is above ``longest``; found by halving."""
+    sigma = math.sqrt(math.log1p(spread**2))
+    if not sigma or mean >= longest:  # all are as long as they may be
+        return mean if not sigma else MOST_UNCUT * longest
+
+    def cut(other: float) -> float:
+        place = (math.log(longest / other) + sigma**2 / 2) / sigma
+        return other * _normal(place - sigma) + longest * (1 - _normal(place))
+
+    low, high = mean, mean
+    while cut(high) < mean and high < MOST_UNCUT * longest:
+        high *= 2
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if cut(middle) < mean else (low, middle)
+    return high
+
+
+def _normal(place: float) -> float:
+    """Share of a standard normal variable below it."""
+    return (1 + math.erf(place / math.sqrt(2))) / 2
 
 
 def of_file(path: Path) -> Costs:
@@ -134,7 +163,7 @@ def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt:
     parts = data * stages
     kv = (prompt + length / 2) * shape.kv_bytes / min(tensor, shape.kv_heads)
     flops = device.tflops * 1e12 * FLOPS_SHARE
-    step = Load(max(1.0, length) * config.gate.groups_per_step * config.sampling.trajectories, prompt + length, prompt)
+    step = load_of(config, length, prompt)
     trained = train_s(shape, trainer_of(config), step, device) / step.tokens
     whole = prompt + length
     values_s, critic_s = critic_times(config, step, device)

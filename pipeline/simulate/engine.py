@@ -18,6 +18,8 @@ class Finished:
 
     number: int
     tokens: int = 0
+    """That were sampled; and those of answers that were given."""
+    given: int = 0
     oldest: int = 1 << 62
     """Version that sampled its oldest tokens."""
     versions: float = 0.0
@@ -25,6 +27,11 @@ class Finished:
     left: int = field(default=0, repr=False)
     read: bool = field(default=False, repr=False)
     """Its prompt was prefilled."""
+
+    @property
+    def learned(self) -> int:
+        """Tokens that it is scored and trained for."""
+        return self.tokens + self.given
 
 
 class VirtualEngine:
@@ -54,10 +61,10 @@ class VirtualEngine:
         """That it serves."""
         return self._versions[-1]
 
-    def add(self, number: int, lengths: list[int]) -> None:
-        """A group to generate, with the lengths that its sequences will have."""
+    def add(self, number: int, lengths: list[int], given: int = 0) -> None:
+        """A group to generate, with the lengths that its sequences will have, and so many tokens of given ones."""
         self._move()
-        group = Finished(number, left=len(lengths))
+        group = Finished(number, given=given, left=len(lengths))
         self._queue += [(group, lengths)] if self._together else [(group, [length]) for length in lengths]
         self._go_on()
 

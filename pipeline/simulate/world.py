@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from penstock.pipeline.config import Config
+from penstock.pipeline.resources.loads import longest_response
 from penstock.pipeline.resources.placement import is_guest
 from penstock.pipeline.simulate.clock import Clock, Event
 from penstock.pipeline.simulate.costs import Costs
@@ -82,8 +83,9 @@ class World:
         self._costs, self._steps, self._config = costs, steps, config
         self._random = np.random.default_rng(seed)
         self.clock = Clock(costs.cores)
-        sampling, engine = config.rollout.sampling, config.rollout.engine
-        self._n, self._longest = config.sampling.trajectories, sampling.max_new_tokens
+        engine = config.rollout.engine
+        self._n, self._longest = config.sampling.trajectories, longest_response(config)
+        self._given = config.rollout.given.answers
         # Which source a prompt is from is not known here: each is judged by all, which takes longest.
         columns = [column.model_copy(update={"sources": ()}) for column in config.columns.scored]
         gate = Gate(config.gate.groups_per_step, config.gate.window, config.gate.max_lag)
@@ -197,8 +199,9 @@ class World:
         if lease.attempt > SUSPECT_AFTER:
             self._suspects.add(lease.number)
         member.given += 1
-        lengths = self._costs.draw_lengths(self._random, self._n, self._longest)
-        self._of[member.identity].engine.add(lease.number, lengths.tolist())
+        lengths = self._costs.draw_lengths(self._random, self._n, self._longest).tolist()
+        given = sum(lengths[: self._given])
+        self._of[member.identity].engine.add(lease.number, lengths[self._given :], given)
 
     def _next_group(self, newest: int) -> Lease | None:
         """As the broker's scheduler: what was leased too often without an answer is dropped."""
@@ -215,7 +218,7 @@ class World:
 
     def _finished(self, rollout: int, made: Finished) -> None:
         self._rollouts[rollout].member.credit += 1
-        if self._groups.finish(made.number, made.oldest, self._n, made.tokens):
+        if self._groups.finish(made.number, made.oldest, self._n, made.learned):
             self._made[made.number] = made
             for kind, columns in self._columns.items():
                 then = partial(self._scored, made.number, [column.name for column in columns])
@@ -223,7 +226,7 @@ class World:
                     took = self._costs.draw_reward_s(self._random, self._n)
                     self.clock.after(took, then)
                 else:
-                    self._scorers[kind].score(made.tokens * self._costs.score_token_s, then)
+                    self._scorers[kind].score(made.learned * self._costs.score_token_s, then)
         self._turn()
 
     def _scored(self, number: int, columns: list[str]) -> None:
@@ -244,7 +247,7 @@ class World:
         if critic is None or not critic.idle or critic.version > min(self._version + 1, self._steps - 1):
             return
         if self._there_is(critic.version) and (step := self._groups.take(critic.version, 0)):
-            critic.take(sum(self._made[number].tokens for number in step.groups))
+            critic.take(sum(self._made[number].learned for number in step.groups))
 
     def _take(self) -> None:
         if self._trains or self._version >= self._steps or not self._there_is(self._version):
@@ -259,7 +262,8 @@ class World:
         self._trains = True
         self._sleep(True)
         self.clock.begins()
-        seconds = tokens * self._costs.train_token_s + self._costs.switch_s * self._colocated
+        learned = sum(group.learned for group in made)
+        seconds = learned * self._costs.train_token_s + self._costs.switch_s * self._colocated
         self._training = self.clock.after_work(seconds, partial(self._trained, made, tokens, seconds))
 
     def _sleep(self, asleep: bool) -> None:

@@ -13,8 +13,6 @@ from penstock.pipeline.config import Config, ConfigError, TinyModel
 from penstock.pipeline.resources.choice import (
     TRAINED,
     best_of,
-    half_of_the_longest,
-    load_of,
     memory_words,
     nothing_fits,
     overrides,
@@ -25,6 +23,7 @@ from penstock.pipeline.resources.devices import devices_of
 from penstock.pipeline.resources.gpus import gpus_of_programs, total_gpus
 from penstock.pipeline.resources.host import HostNeeds, host_needs
 from penstock.pipeline.resources.layout import Layout, seconds_of
+from penstock.pipeline.resources.loads import half_of_the_longest, load_of
 from penstock.pipeline.resources.memory import plan, staged, trainer_of
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import place

@@ -19,6 +19,7 @@ from rich.text import Text
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.resources.devices import devices_of
 from penstock.pipeline.resources.gpus import total_gpus
+from penstock.pipeline.resources.loads import half_of_the_longest, longest_response
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.simulate import costs as known
 from penstock.pipeline.simulate.calibrate import like
@@ -46,7 +47,13 @@ def costs_of(
         if config.rollout.all_given:
             raise ConfigError("rollout.given.answers: every answer is given, so that there are no rollouts to simulate")
         found = fixed or _on_gpus(config, gpus or "", length, prompt)
-        return known.checked("--cost", found.model_dump() | changed)
+        found = known.checked("--cost", found.model_dump() | changed)
+        if not found.lengths and found.length > (longest := longest_response(config)):
+            warn(
+                f"length: responses of {found.length:g} tokens on average are cut at {longest}, the longest that "
+                "rollout.sampling.max_new_tokens, turns and rollout.engine.max_length allow"
+            )
+        return found
 
     return of
 
@@ -67,7 +74,7 @@ def _on_gpus(config: Config, gpus: str, length: float | None, prompt: float) -> 
     count, device = devices_of(gpus if counted else f"1x{gpus}")
     if counted and count < (wanted := total_gpus(config)):
         warn(f"--gpus {gpus}: the run wants {wanted} GPUs, and is simulated as if there were so many")
-    response = config.rollout.sampling.max_new_tokens / 2 if length is None else length
+    response = half_of_the_longest(config) if length is None else length
     if not (0 < response < inf and 0 <= prompt < inf):
         raise ConfigError(f"--length {response:g} --prompt {prompt:g}: these are no numbers of tokens")
     return known.on_gpus(config, shape, device, response, prompt)

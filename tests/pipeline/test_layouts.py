@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 
 from penstock.pipeline.cli import app
 from penstock.pipeline.config import Config, load
-from penstock.pipeline.resources.choice import best_of, half_of_the_longest, load_of, nothing_fits, overrides
+from penstock.pipeline.resources.choice import best_of, nothing_fits, overrides
 from penstock.pipeline.resources.devices import devices_of
 from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.layout import Layout
+from penstock.pipeline.resources.loads import half_of_the_longest, load_of
 from penstock.pipeline.resources.memory import plan
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import place
@@ -163,7 +164,8 @@ def test_a_longer_prompt_takes_longer() -> None:
 
 @pytest.mark.parametrize(("gpus", "colocated"), [("8xH100", True), ("24xH100", False), ("64xH100", False)])
 def test_nobody_waits_for_a_reference_that_was_not_counted(gpus: str, colocated: bool) -> None:
-    """What a layout takes is what the simulator says, with as many references as pay."""
+    """What a layout takes is about what the simulator says, whose groups are not alike, with as many references as
+    pay."""
     config, found = searched([], gpus)
     best, _ = best_of(config, [layout for layout in found if layout.colocated == colocated])
     words = overrides(config, best, int(gpus.partition("x")[0]) > 8)
@@ -174,7 +176,7 @@ def test_nobody_waits_for_a_reference_that_was_not_counted(gpus: str, colocated:
     costs = on_gpus(made, shape, device, step.length - step.prompt, step.prompt)
     beside = best.tensor_parallel if colocated else 1  # of which an engine waits for each
     assert best.references * best.reference_s == pytest.approx(beside * step.tokens * costs.score_token_s)
-    assert World(made, costs, 30).run().steps_per_s == pytest.approx(1 / best.step_s, rel=0.2)
+    assert World(made, costs, 30).run().steps_per_s == pytest.approx(1 / best.step_s, rel=0.3)
 
 
 def test_where_one_reference_is_all_that_there_is_room_for_it_is_named() -> None:

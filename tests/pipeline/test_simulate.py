@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,12 +15,14 @@ from typer.testing import CliRunner
 from penstock.pipeline.cli import app
 from penstock.pipeline.config import Config, dump, load
 from penstock.pipeline.resources.devices import devices_of
+from penstock.pipeline.resources.loads import half_of_the_longest, load_of, longest_response
 from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.search import layouts
 from penstock.pipeline.simulate.calibrate import like
 from penstock.pipeline.simulate.costs import Costs, of_file, on_gpus
 from penstock.pipeline.simulate.world import StuckError, World
 
-QUICKSTART = Path("configs/quickstart.yaml")
+QUICKSTART, BIG = Path("configs/quickstart.yaml"), Path("configs/grpo-8b.yaml")
 
 
 def config(**changes: Any) -> Config:
@@ -37,7 +40,7 @@ def alike(**changes: Any) -> Costs:
 def in_one_go(max_lag: int = 0, **changes: Any) -> Config:
     """A step is what one rollout decodes at once."""
     keys = {"gate.groups_per_step": 4, "rollout.sampling.n": 2, "rollout.count": 1, "rollout.engine.max_sequences": 8}
-    return config(**keys, **({"gate.max_lag": max_lag, "trainer.algorithm.kl.coefficient": 0} | changes))
+    return config(**(keys | {"gate.max_lag": max_lag, "trainer.algorithm.kl.coefficient": 0} | changes))
 
 
 def test_a_synchronous_run_takes_what_its_parts_take() -> None:
@@ -106,6 +109,39 @@ def test_who_may_generate_one_step_ahead_does_so_as_soon_as_a_step_is_taken(pres
         times = {"train_token_s": 0.95 / 800}
     found = World(in_one_go(4, **keys), alike(**times), 60).run()
     assert found.steps_per_s == pytest.approx(1.0, rel=0.03)
+
+
+def test_lengths_have_the_mean_that_was_asked_for_and_seen_ones_are_what_they_were() -> None:
+    random = np.random.default_rng(0)
+    drawn = Costs(length=1536, length_spread=0.8).draw_lengths(random, 200_000, 3072)
+    assert drawn.max() == 3072 and drawn.mean() == pytest.approx(1536, rel=0.01)
+    assert set(Costs(length=1, lengths=(5000, 9)).draw_lengths(random, 50, 3072).tolist()) == {5000, 9}
+    assert set(Costs(length=4000).draw_lengths(random, 50, 3072).tolist()) == {3072}
+
+
+def test_turns_make_longer_responses() -> None:
+    """Four of 64 tokens, where the engine has room for them."""
+    keys = {"rollout.environment": "{environment: 'my:Guess', max_turns: 4}", "rollout.sampling.max_new_tokens": 64}
+    for room, longest in ((4096, 256), (200, 200)):
+        made = in_one_go(**keys, **{"rollout.engine.max_length": room})
+        assert (longest_response(made), half_of_the_longest(made)) == (longest, longest // 2)
+        found = World(made, alike(length=1000), 20).run()
+        assert found.steps_per_s == pytest.approx(1 / (longest * 0.01), rel=0.03)
+
+
+def test_given_answers_are_trained_on_and_not_generated() -> None:
+    """Half of the answers: an engine with room for the others decodes these in a second; training takes as long as
+    that of all."""
+    given = {"rollout.sampling.n": 4, "rollout.given.answers": 2, "rollout.groups_in_flight": 4}
+    found = World(in_one_go(**given), alike(train_token_s=0.5 / 1600), 20).run()
+    assert found.steps_per_s == pytest.approx(1 / 1.5, rel=0.03)
+    config, (count, device) = load(BIG, ["rollout.given.answers=4"]), devices_of("8xH100")
+    shape = shape_of(config)
+    assert shape
+    half, whole = (load_of(load(BIG, keys), 1000) for keys in (["rollout.given.answers=4"], []))
+    assert half.tokens == whole.tokens and half.given == whole.tokens / 2
+    one, two = (next(layouts(config, shape, count, device, each)) for each in (half, whole))
+    assert one.train_s == two.train_s and one.generate_s < 0.7 * two.generate_s
 
 
 def test_cores_are_shared() -> None:

@@ -1,0 +1,26 @@
+"""What a step of a config consists of, where nobody has seen one."""
+
+from __future__ import annotations
+
+from penstock.pipeline.config import Config
+from penstock.pipeline.resources.step_time import PROMPT, Load
+
+
+def longest_response(config: Config) -> int:
+    """Tokens of a trajectory that may be sampled at most: in all its turns, and no more than an engine has room for."""
+    rollout = config.rollout
+    turns = rollout.environment.max_turns if rollout.environment else 1
+    sampled = turns * rollout.sampling.max_new_tokens
+    return min(sampled, rollout.engine.max_length or sampled)
+
+
+def half_of_the_longest(config: Config) -> int:
+    """Tokens of a response, where nobody knows better."""
+    return max(1, longest_response(config) // 2)
+
+
+def load_of(config: Config, response: float, prompt: float = PROMPT) -> Load:
+    """A step's, with responses of so many tokens, given ones too, to prompts of so many."""
+    each = config.gate.groups_per_step * max(1.0, response)
+    given = config.rollout.given.answers * each
+    return Load(config.sampling.trajectories * each, float(prompt + response), float(prompt), given)
