@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.resources.model_shape import shape_of
-from penstock.pipeline.resources.trainer_memory import GIB, at_once, frozen_bytes, state_bytes, version_bytes
+from penstock.pipeline.resources.trainer_memory import (
+    GIB,
+    at_once,
+    frozen_bytes,
+    state_bytes,
+    teacher_bytes,
+    version_bytes,
+)
 from penstock.services.learning.config import LearnerConfig
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
@@ -142,7 +149,8 @@ def host_needs(config: Config) -> HostNeeds | None:
     version, lora = _version(shape), config.trainer.lora
     frozen, codes = (size / GIB for size in frozen_bytes(shape, config.trainer))
     trained = shape.adapter(lora.rank, lora.targets) if lora else shape.parameters
-    state = state_bytes(config.trainer.optimizer, trained, 0 if lora else shape.ends) / GIB
+    state = state_bytes(config.trainer.optimizer, trained, 0 if lora else shape.ends)
+    state = (state + teacher_bytes(config.trainer, trained)) / GIB
     published = version_bytes(shape, config.trainer) / GIB
     shared = SEGMENTS * published if config.weights.transport in ("auto", "shm") else 0.0
     copies = config.trainer.replicas  # each has all of it, and so has the host of each

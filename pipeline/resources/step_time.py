@@ -14,6 +14,7 @@ from penstock.pipeline.resources.trainer_memory import (
     keeps_whole_gradients,
     of_stage,
     state_bytes,
+    teacher_bytes,
 )
 from penstock.protocols.columns import TAUGHT
 from penstock.services.modeling.decoder_shape import Shape
@@ -145,7 +146,7 @@ def switch_s(shape: Shape, trainer: TrainerConfig, tensor: int, device: Device) 
     trained = shape.adapter(lora.rank, lora.targets) / trainer.ranks if lora else _cut(shape, trainer)
     ends = 0 if lora else shape.ends * trainer.replicas / trainer.ranks
     still = codes if trainer.offload else codes + frozen  # it comes back, and does not go: it is there
-    kept = 0.0 if trainer.offload else state_bytes(trainer.optimizer, trained, ends)
+    kept = 0.0 if trainer.offload else state_bytes(trainer.optimizer, trained, ends) + teacher_bytes(trainer, trained)
     moved = 2 * (kept + shape.parameters * shape.served_bytes / tensor) + still / trainer.ranks
     return moved / (device.host_gb_s * 1e9 * LINK_SHARE)
 

@@ -95,7 +95,7 @@ def _parts(
         "towers": (wide if lora else 4) * shape.towers / shards,
         "gradients": 4.0 * (whole if keeps else trained),
         "optimizer": _kept_bytes(trainer.optimizer, trained, 0 if lora else shape.ends / shards),
-        "teacher": 4 * trained * (getattr(trainer.algorithm.advantage, "teacher_rate", 1.0) < 1),
+        "teacher": teacher_bytes(trainer, trained),
         "published version": _staged_bytes(shape, trainer, trained, staged),
         "rows of what is cut by columns": 4 * shape.layers * turned / tensor / shards * (tensor > 1),
     }
@@ -149,6 +149,11 @@ def state_bytes(optimizer: OptimizerConfig, trained: float, ends: float) -> floa
     """Of ``trained`` parameters, and of what the optimizer keeps of them, in fp32: of AdamW two means, of Muon one, but
     for those that are embedding and head (``ends``), which are AdamW's."""
     return 8 * trained + 4 * ends if optimizer.type == "muon" else 12 * trained
+
+
+def teacher_bytes(trainer: TrainerConfig, trained: float) -> float:
+    """Of the running mean of ``trained`` weights that is the policy's own teacher, in fp32; 0 where it has none."""
+    return 4 * trained * (getattr(trainer.algorithm.advantage, "teacher_rate", 1.0) < 1)
 
 
 def version_bytes(shape: Shape, trainer: TrainerConfig) -> float:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from penstock.pipeline.cli import app
 from penstock.pipeline.config import Config, load
 from penstock.pipeline.resources.devices import devices_of
-from penstock.pipeline.resources.host import host_needs
+from penstock.pipeline.resources.host import HostNeeds, host_needs
 from penstock.pipeline.resources.memory import critic_gib, plan
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.readers import reference_gib, scorer_gib
@@ -38,6 +38,24 @@ def test_a_row_that_is_longer_than_a_micro_batch_is_counted_whole() -> None:
     long, short = needs(32768, 4096), needs(4096, 4096)
     assert long == needs(32768, 32768)
     assert all(more > less for more, less in zip(long, short, strict=True))
+
+
+def test_a_teacher_of_its_own_is_kept_wherever_the_moments_are() -> None:
+    """4 bytes a parameter more: of GPUs, of the host in their place, of copies that are written, and of the disk."""
+    per = 4 * 8.19e9 / 2**30
+    own = "trainer.algorithm.advantage={type: self_distillation, teacher_rate: "
+
+    def needs(rate: float, *more: str) -> HostNeeds:
+        needs = host_needs(load(Path("configs/grpo-8b.yaml"), [f"{own}{rate}}}", "trainer.offload=true", *more]))
+        assert needs
+        return needs
+
+    one, none = needs(0.05), needs(1.0)
+    assert one.offloaded - none.offloaded == pytest.approx(per, rel=0.01)
+    assert one.staging - none.staging == pytest.approx(per, rel=0.01)
+    assert one.checkpoints - none.checkpoints == pytest.approx(3 * per, rel=0.01)
+    shared = ["run.placement=colocated", "trainer.offload=false"]
+    assert needs(0.05, *shared).resting - needs(1.0, *shared).resting == pytest.approx(per, rel=0.01)
 
 
 def test_what_makes_a_long_row_fit_is_said() -> None:
