@@ -89,18 +89,19 @@ def _parts(
     moved = trainer.offload_activations and trainer.gradient_checkpointing is True  # else it stays, or weights go too
     acts, logits = inner if moved else kept + inner, _logits_bytes(shape, trainer)
     # Whole gradients are cut, unit by unit, in the last micro-batch alone.
-    keeps = not lora and keeps_whole_gradients(trainer, shape, gpu_gib)
+    keeps = keeps_whole_gradients(trainer, shape, gpu_gib)
+    summed = shape.adapter(lora.rank, lora.targets) if lora else whole
     held = {
         "weights": wide * (cut - shape.layers * in_codes / shards) + 4 * trained if lora else 4 * cut,
         "towers": (wide if lora else 4) * shape.towers / shards,
-        "gradients": 4.0 * (whole if keeps else trained),
+        "gradients": 4.0 * (summed if keeps else trained),
         "optimizer": _kept_bytes(trainer.optimizer, trained, 0 if lora else shape.ends / shards),
         "teacher": teacher_bytes(trainer, trained),
         "published version": _staged_bytes(shape, trainer, trained, staged),
         "rows of what is cut by columns": 4 * shape.layers * turned / tensor / shards * (tensor > 1),
     }
     parts = (held if not trainer.offload else {}) | {
-        "gradients until they are summed": 4.0 * whole * (keeps and trainer.offload),
+        "gradients until they are summed": 4.0 * summed * (keeps and trainer.offload),
         "weights in 4 bits": codes,
         "one of them, whole": wide * max((matrix.size for matrix in coded), default=0),
         "towers that see": shape.sight_bytes,
@@ -211,7 +212,7 @@ def _state_numbers(linear: Linear) -> float:
 
 
 def keeps_whole_gradients(trainer: TrainerConfig, shape: Shape, gpu_gib: float | None) -> bool:
-    """Each rank keeps the gradient of the whole model, or stage, over a step's micro-batches, on a GPU of
+    """Each rank keeps the gradient of all that learns of the model, or stage, over a step's micro-batches, on a GPU of
     ``gpu_gib``."""
     if (trainer.ranks == 1 and not trainer.offload) or trainer.sum_gradients == "micro_batch":
         return False
@@ -219,5 +220,10 @@ def keeps_whole_gradients(trainer: TrainerConfig, shape: Shape, gpu_gib: float |
         return True
     if gpu_gib is None:
         return False
-    free = gpu_gib - OVERHEAD_GIB - 4 * shape.parameters / trainer.ranks / GIB
-    return 4 * shape.parameters / GIB <= GRADIENT_SHARE * free
+    lora, cut = trainer.lora, trainer.replicas / trainer.ranks
+    learned, held = float(shape.parameters), 4 * shape.parameters * cut
+    if lora:
+        learned, (frozen, codes) = shape.adapter(lora.rank, lora.targets), frozen_bytes(shape, trainer)
+        held = 4 * learned * cut + (frozen + codes) / trainer.ranks
+    free = gpu_gib - OVERHEAD_GIB - held / GIB
+    return 4 * learned / GIB <= GRADIENT_SHARE * free

@@ -16,7 +16,7 @@ from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.readers import reference_gib, scorer_gib
 from penstock.pipeline.resources.search import unsearched
 from penstock.pipeline.resources.shares import too_much
-from penstock.pipeline.resources.trainer_memory import trainer_gib
+from penstock.pipeline.resources.trainer_memory import keeps_whole_gradients, trainer_gib, trainer_parts
 
 LARGE, SMALL = "Qwen/Qwen3-32B", "Qwen/Qwen2.5-0.5B-Instruct"
 
@@ -56,6 +56,22 @@ def test_a_teacher_of_its_own_is_kept_wherever_the_moments_are() -> None:
     assert one.checkpoints - none.checkpoints == pytest.approx(3 * per, rel=0.01)
     shared = ["run.placement=colocated", "trainer.offload=false"]
     assert needs(0.05, *shared).resting - needs(1.0, *shared).resting == pytest.approx(per, rel=0.01)
+
+
+def test_whole_gradients_are_those_of_what_learns() -> None:
+    """As the learner decides: an adapter's are small enough wherever there is more than one rank."""
+    lora = ["trainer.lora={rank: 64}", "trainer.ranks=8", "run.gpu_gib=80"]
+    config = load(Path("configs/grpo-32b.yaml"), [*lora, "trainer.nodes=1"])
+    shape = shape_of(config)
+    assert shape
+    whole = 4 * shape.adapter(64) / 2**30
+    each = {
+        sums: trainer_parts(shape, config.trainer.model_copy(update={"sum_gradients": sums}), 80.0)["gradients"]
+        for sums in ("auto", "step", "micro_batch")
+    }
+    assert each["auto"] == each["step"] == pytest.approx(whole) and each["micro_batch"] == pytest.approx(whole / 8)
+    assert not keeps_whole_gradients(config.trainer.model_copy(update={"lora": None}), shape, 80.0)
+    assert not keeps_whole_gradients(config.trainer.model_copy(update={"ranks": 1}), shape, 80.0)
 
 
 def test_what_makes_a_long_row_fit_is_said() -> None:
