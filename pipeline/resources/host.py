@@ -148,9 +148,9 @@ def host_needs(config: Config) -> HostNeeds | None:
         return None
     version, lora = _version(shape), config.trainer.lora
     frozen, codes = (size / GIB for size in frozen_bytes(shape, config.trainer))
-    trained = shape.adapter(lora.rank, lora.targets) if lora else shape.parameters
-    state = state_bytes(config.trainer.optimizer, trained, 0 if lora else shape.ends)
-    state = (state + teacher_bytes(config.trainer, trained)) / GIB
+    trained = shape.adapter(lora.rank, lora.targets) if lora else shape.parameters - shape.frozen
+    state = state_bytes(config.trainer.optimizer, trained, 0 if lora else shape.ends - shape.frozen_ends)
+    state = (state + teacher_bytes(config.trainer, trained) + 4 * shape.frozen) / GIB
     published = version_bytes(shape, config.trainer) / GIB
     shared = SEGMENTS * published if config.weights.transport in ("auto", "shm") else 0.0
     copies = config.trainer.replicas  # each has all of it, and so has the host of each
@@ -158,7 +158,7 @@ def host_needs(config: Config) -> HostNeeds | None:
     offloaded = 0.0
     if config.trainer.offload:  # weights, and gradients, which are registered with CUDA
         more = registered_share(shape, config.trainer.shards) - 1
-        weights = frozen if lora else copies * 8 * trained / GIB
+        weights = frozen if lora else copies * (8 * trained + 4 * shape.frozen) / GIB
         offloaded = copies * (state + 4 * trained / GIB + towers) + frozen + more * weights
     engine, routing = config.rollout.engine, 0.0
     if config.rollout.sampling.routing_replay and isinstance(engine, TorchEngineConfig):

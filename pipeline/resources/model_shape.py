@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from penstock.pipeline.config import Config, PretrainedModel, TinyModel
 from penstock.pipeline.resources.model_files import config_file, read_config
@@ -15,7 +16,7 @@ from penstock.services.modeling.lengths import longest_sequence
 def shape_of(config: Config, model: str | None = None) -> Shape | None:
     """The sizes of the ``model``, a folder or a name on the hub; None: of the policy. None where its config.json is not
     on this machine, or describes no plain decoder."""
-    data = read_config(config, model)
+    data, own = read_config(config, model), model is None
     if data is None:
         return None
     if model is None:
@@ -26,6 +27,9 @@ def shape_of(config: Config, model: str | None = None) -> Shape | None:
         return None
     towers = _towers(config_file(config, model).parent) if "vision_config" in data else 0
     longest = longest_sequence(config.rollout.engine, shape.max_length) or 0
+    if own and config.trainer.freeze:
+        still, ends = _still(config_file(config, model).parent, config.trainer.freeze)
+        shape = replace(shape, still=still, still_ends=ends)
     return replace(shape, dtype=config.model.dtype, towers=towers, sees=config.show_pictures, longest=longest)
 
 
@@ -40,6 +44,28 @@ def _towers(folder: Path) -> int:
     except ModelError:  # a look at the model says more of it
         return 0
     return sum(parameter.numel() for tower in towers(model).values() for parameter in tower.parameters())
+
+
+@lru_cache(maxsize=8)
+def _still(folder: Path, patterns: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """`Shape.still` and `Shape.still_ends` of the model whose config.json lies in ``folder``; none where that cannot be
+    told: a look at the model says more of it."""
+    from penstock.services.modeling.freezing import freeze
+    from penstock.services.modeling.load import empty_model
+    from penstock.services.modeling.towers import decoder_of
+    from penstock.services.runtime.errors import SetupError
+
+    try:
+        freeze(model := empty_model(str(folder)), patterns)
+    except SetupError:
+        return (), (0, 0)
+
+    def of(module: Any) -> int:
+        every = module.parameters() if module is not None else ()
+        return sum(each.numel() for each in every if not each.requires_grad and each.ndim > 1 and min(each.shape) > 1)
+
+    ends = of(model.get_input_embeddings()), of(model.get_output_embeddings())
+    return tuple(of(layer) for layer in decoder_of(model).layers), ends
 
 
 def tiny_shape(model: TinyModel) -> Shape:

@@ -105,7 +105,7 @@ def _update_s(shape: Shape, trainer: TrainerConfig, device: Device) -> float:
     """Seconds of an optimizer's step: what it reads and writes; of Muon, whose matrices go to a rank each, also how
     they get there and back, and the arithmetic of its iteration, where it is no adapter's."""
     lora = trainer.lora
-    trained = shape.adapter(lora.rank, lora.targets) / trainer.ranks if lora else _cut(shape, trainer)
+    trained = _learned(shape, trainer)
     bytes_s = (HOST_UPDATE_GB_S if trainer.offload else device.gb_s * LINK_SHARE) * 1e9
     if trainer.optimizer.type == "adamw":
         return UPDATE_BYTES * trained / bytes_s
@@ -143,10 +143,11 @@ def switch_s(shape: Shape, trainer: TrainerConfig, tensor: int, device: Device) 
     """Seconds of a step in which GPUs change hands (`run.placement`: colocated): what a trainer's rank keeps between
     two steps goes to its host and comes back, and so do an engine's weights, cut over ``tensor`` GPUs."""
     lora, (frozen, codes) = trainer.lora, frozen_bytes(shape, trainer)
-    trained = shape.adapter(lora.rank, lora.targets) / trainer.ranks if lora else _cut(shape, trainer)
+    trained = _learned(shape, trainer)
     ends = 0 if lora else shape.ends * trainer.replicas / trainer.ranks
     still = codes if trainer.offload else codes + frozen  # it comes back, and does not go: it is there
     kept = 0.0 if trainer.offload else state_bytes(trainer.optimizer, trained, ends) + teacher_bytes(trainer, trained)
+    kept += 4 * (_cut(shape, trainer) - trained) * (not lora and not trainer.offload)
     moved = 2 * (kept + shape.parameters * shape.served_bytes / tensor) + still / trainer.ranks
     return moved / (device.host_gb_s * 1e9 * LINK_SHARE)
 
@@ -168,6 +169,13 @@ def _flops(shape: Shape, trainer: TrainerConfig, length: float) -> float:
 def _cut(shape: Shape, trainer: TrainerConfig) -> float:
     """Parameters of one rank."""
     return shape.parameters * trainer.replicas / trainer.ranks
+
+
+def _learned(shape: Shape, trainer: TrainerConfig) -> float:
+    """Parameters of one rank that have a gradient."""
+    if lora := trainer.lora:
+        return shape.adapter(lora.rank, lora.targets) / trainer.ranks
+    return _cut(shape, trainer) * (1 - shape.frozen * bool(trainer.freeze) / shape.parameters)
 
 
 def _gathered(shape: Shape, trainer: TrainerConfig, passes: float, sums: float) -> float:

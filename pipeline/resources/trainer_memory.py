@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 from penstock.services.learning.config import GRADIENT_SHARE, LearnerConfig, OptimizerConfig
@@ -41,6 +42,8 @@ def trainer_parts(
 ) -> dict[str, float]:
     """GiB of one rank at its peak, by what they are; of a pipeline, of a rank of the stage that takes most."""
     stages, each = trainer.pipeline_parallel, of_stage(trainer)
+    if not trainer.freeze:  # a critic that begins as the policy does learns all of it
+        shape = replace(shape, still=(), still_ends=(0, 0))
     every = [_parts(shape.stage(number, stages), each, stages - number, gpu_gib, staged) for number in range(stages)]
     return max(every, key=lambda parts: sum(parts.values()))
 
@@ -67,7 +70,7 @@ def _parts(
     whole = plain + mixtures * dealt * shape.expert
     own = math.ceil(dealt / (shards / trainer.expert_parallel))  # an expert is not cut
     cut = plain / shards + mixtures * own * shape.expert
-    trained = shape.adapter(lora.rank, lora.targets) / shards if lora else cut
+    trained = shape.adapter(lora.rank, lora.targets) / shards if lora else cut - shape.frozen / shards
     coded = coded_matrices(shape, lora)
     in_codes = sum(matrix.numbers for matrix in coded)  # of a layer
     codes = FOUR_BIT_BYTES * shape.layers * in_codes
@@ -90,12 +93,12 @@ def _parts(
     acts, logits = inner if moved else kept + inner, _logits_bytes(shape, trainer)
     # Whole gradients are cut, unit by unit, in the last micro-batch alone.
     keeps = keeps_whole_gradients(trainer, shape, gpu_gib)
-    summed = shape.adapter(lora.rank, lora.targets) if lora else whole
+    summed = shape.adapter(lora.rank, lora.targets) if lora else whole - shape.frozen
     held = {
         "weights": wide * (cut - shape.layers * in_codes / shards) + 4 * trained if lora else 4 * cut,
         "towers": (wide if lora else 4) * shape.towers / shards,
         "gradients": 4.0 * (summed if keeps else trained),
-        "optimizer": _kept_bytes(trainer.optimizer, trained, 0 if lora else shape.ends / shards),
+        "optimizer": _kept_bytes(trainer.optimizer, trained, 0 if lora else (shape.ends - shape.frozen_ends) / shards),
         "teacher": teacher_bytes(trainer, trained),
         "published version": _staged_bytes(shape, trainer, trained, staged),
         "rows of what is cut by columns": 4 * shape.layers * turned / tensor / shards * (tensor > 1),
@@ -221,7 +224,7 @@ def keeps_whole_gradients(trainer: TrainerConfig, shape: Shape, gpu_gib: float |
     if gpu_gib is None:
         return False
     lora, cut = trainer.lora, trainer.replicas / trainer.ranks
-    learned, held = float(shape.parameters), 4 * shape.parameters * cut
+    learned, held = float(shape.parameters - shape.frozen * bool(trainer.freeze)), 4 * shape.parameters * cut
     if lora:
         learned, (frozen, codes) = shape.adapter(lora.rank, lora.targets), frozen_bytes(shape, trainer)
         held = 4 * learned * cut + (frozen + codes) / trainer.ranks

@@ -124,12 +124,18 @@ class Shape:
     """Prompts show pictures: whoever computes has the towers once more."""
     longest: int = 0
     """Tokens of the longest row that the run may make, which is never cut; 0: nobody knows."""
+    still: tuple[int, ...] = ()
+    """Parameters of each layer's matrices that do not learn (`trainer.freeze`); and of embedding and head."""
+    still_ends: tuple[int, int] = (0, 0)
 
     def stage(self, number: int, count: int) -> Shape:
         """What a pipeline's stage ``number`` of ``count`` has."""
         first, end = stage_layers(self.layers, count)[number]
         dense = max(0, min(end, self.dense) - first)
-        return replace(self, layers=end - first, dense=dense, begins=number == 0, ends_here=number == count - 1)
+        return replace(
+            self, layers=end - first, dense=dense, begins=number == 0, ends_here=number == count - 1,
+            still=self.still[first:end],
+        )  # fmt: skip
 
     @property
     def whole(self) -> bool:
@@ -220,6 +226,17 @@ class Shape:
         """All, less norms, biases, convolutions, and gates of one number."""
         experts = self.mixtures * (self.router + self.experts * self.expert)
         return round(self.layers * self.shared) + experts + self.ends
+
+    @property
+    def frozen_ends(self) -> int:
+        """Of embedding and head, those that do not learn."""
+        begins, ends = self.still_ends
+        return begins * self.begins + ends * self.ends_here * (not (self.tied and self.whole))
+
+    @property
+    def frozen(self) -> int:
+        """Of all parameters, those that do not learn: they have no gradient, and no optimizer's state."""
+        return sum(self.still) + self.frozen_ends
 
     @property
     def served(self) -> int:

@@ -74,6 +74,33 @@ def test_whole_gradients_are_those_of_what_learns() -> None:
     assert not keeps_whole_gradients(config.trainer.model_copy(update={"ranks": 1}), shape, 80.0)
 
 
+def test_what_is_frozen_has_no_gradient_and_no_state() -> None:
+    """12 bytes a parameter, of the ranks and, but for weights that stand still, of the host; a critic is not frozen."""
+
+    def counted(*more: str) -> tuple[float, float, float]:
+        keys = ["trainer.ranks=1", "trainer.algorithm.preset=ppo", "rollout.sampling.n=2", *more]
+        config = load(Path("configs/grpo-0.5b.yaml"), keys)
+        shape, host = shape_of(config), host_needs(config)
+        assert shape and host
+        return trainer_gib(shape, config.trainer), host.staging, critic_gib(config, 80.0) or 0.0
+
+    ends, layer = 151936 * 896, 2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864
+    whole = counted()
+    for pattern, still in (("*.layers.?.*", 10 * layer), ("*embed*", ends)):
+        less = counted(f"trainer.freeze=['{pattern}']")
+        assert whole[0] - less[0] == pytest.approx(12 * still / 2**30, rel=0.02), pattern
+        assert whole[1] - less[1] == pytest.approx(8 * still / 2**30, rel=0.02), pattern
+        assert less[2] == whole[2]
+
+
+def test_stages_have_what_is_frozen_of_their_own_layers() -> None:
+    config = load(Path("configs/grpo-8b.yaml"), ["trainer.freeze=['*.layers.?.*', '*embed*']"])
+    shape = shape_of(config)
+    assert shape
+    first, last = (shape.stage(number, 2) for number in range(2))
+    assert first.frozen == shape.frozen == sum(shape.still) + 151936 * 4096 and last.frozen == 0
+
+
 def test_what_makes_a_long_row_fit_is_said() -> None:
     keys = ["rollout.engine.max_length=40960", "trainer.algorithm.kl.coefficient=0", "run.gpu_gib=40"]
     (problem,) = plan(
