@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.resources.step_time import PROMPT, Load
+from penstock.services.rollout.config import HTTP_SEQUENCES, NoEngineConfig, PluginEngineConfig
 
 
 def longest_response(config: Config) -> int:
@@ -12,6 +13,14 @@ def longest_response(config: Config) -> int:
     turns = rollout.environment.max_turns if rollout.environment else 1
     sampled = turns * rollout.sampling.max_new_tokens
     return min(sampled, rollout.engine.max_length or sampled)
+
+
+def most_at_once(config: Config) -> int:
+    """Sequences that an engine may decode at once, whatever memory it has for them."""
+    engine = config.rollout.engine
+    if isinstance(engine, NoEngineConfig):
+        return HTTP_SEQUENCES
+    return engine.in_flight if isinstance(engine, PluginEngineConfig) else engine.max_sequences
 
 
 def half_of_the_longest(config: Config) -> int:

@@ -16,6 +16,7 @@ from penstock.pipeline.config import Config
 from penstock.pipeline.config.colocated import check_colocated
 from penstock.pipeline.resources.gpus import gpus_but
 from penstock.pipeline.resources.layout import Layout, seconds_of
+from penstock.pipeline.resources.loads import most_at_once
 from penstock.pipeline.resources.memory import (
     SHARE_STEP,
     VLLM_DEFAULT,
@@ -347,7 +348,7 @@ def _generate_s(
     config: Config, shape: Shape, load: Load, tensor: int, device: Device, engines: int, share: float = VLLM_DEFAULT
 ) -> float:
     """Of engines that share a step: every decoding step reads the weights, and the KV of who is decoded."""
-    most = getattr(config.rollout.engine, "max_sequences", 256)
+    most = most_at_once(config)
     tokens, response = (load.tokens - load.given) / engines, load.length - load.prompt
     fit = sequences(config, shape, tensor, device, load.length, share)
     batch = max(1.0, min(most, fit, tokens / response))

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from penstock.pipeline.config import Config
-from penstock.pipeline.resources.loads import longest_response
+from penstock.pipeline.resources.loads import longest_response, most_at_once
 from penstock.pipeline.resources.placement import is_guest
 from penstock.pipeline.simulate.clock import Clock, Event
 from penstock.pipeline.simulate.costs import Costs
@@ -27,7 +27,7 @@ from penstock.services.broker.rules.gate import Gate
 from penstock.services.broker.rules.groups import GroupTracker
 from penstock.services.broker.rules.journal import Volatile
 from penstock.services.broker.rules.leases import Lease
-from penstock.services.rollout.config import NoEngineConfig, PluginEngineConfig, TorchEngineConfig, VllmEngineConfig
+from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.runtime.errors import SetupError
 
@@ -101,7 +101,7 @@ class World:
             for kind in self._columns if kind != REWARD
         }  # fmt: skip
         self._critic = Critic(self.clock, costs, self._turn) if config.with_critic else None
-        slots = 256 if isinstance(engine, PluginEngineConfig | NoEngineConfig) else engine.max_sequences
+        slots = most_at_once(config)
         if config.run.deterministic:  # each group is decoded alone
             slots = self._n
         if isinstance(engine, VllmEngineConfig):

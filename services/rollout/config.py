@@ -113,8 +113,8 @@ VLLM_OWNED = {
 
 HTTP_ENGINES = ("openai", "sglang")
 """Those of the group ``penstock.engines`` that are Penstock's own."""
-HTTP_LENGTH = 2048
-"""``options.max_length`` of these, where nothing else is said."""
+HTTP_LENGTH, HTTP_SEQUENCES = 2048, 256
+"""``options.max_length`` and ``options.max_sequences`` of these, where nothing else is said."""
 
 
 VLLM_LORA = ("enable_lora", "max_loras", "max_lora_rank", "load_format")
@@ -137,6 +137,12 @@ class PluginEngineConfig(Section):
         """As `TorchEngineConfig.max_length`, of an engine over HTTP. None: the engine alone knows."""
         found = self.options.get("max_length", HTTP_LENGTH) if self.name in HTTP_ENGINES else None
         return found if isinstance(found, int) else None
+
+    @property
+    def in_flight(self) -> int:
+        """Sequences that it decodes at once: as an engine over HTTP is told, and other ones are supposed to."""
+        found = self.options.get("max_sequences") if self.name in HTTP_ENGINES else None
+        return found if isinstance(found, int) and found > 0 else HTTP_SEQUENCES
 
 
 class NoEngineConfig(Section):

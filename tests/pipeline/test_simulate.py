@@ -144,6 +144,16 @@ def test_given_answers_are_trained_on_and_not_generated() -> None:
     assert one.train_s == two.train_s and one.generate_s < 0.7 * two.generate_s
 
 
+@pytest.mark.parametrize(("told", "seconds"), [(", max_sequences: 4", 2.0), (", max_sequences: 8", 1.0), ("", 1.0)])
+def test_a_server_over_http_decodes_as_many_as_it_is_told(told: str, seconds: float) -> None:
+    """Eight sequences of a second."""
+    server = f"{{type: plugin, name: openai, options: {{url: x, folder: /dev/shm/x, max_length: 4096{told}}}}}"
+    keys = {"gate.groups_per_step": 4, "rollout.sampling.n": 2, "rollout.count": 1, "gate.max_lag": 0}
+    keys |= {"rollout.sampling.max_new_tokens": 4000, "gate.prefetch": "null", "trainer.algorithm.kl.coefficient": 0}
+    made = load(QUICKSTART, [f"{key}={value}" for key, value in {"rollout.engine": server, **keys}.items()])
+    assert World(made, alike(), 20).run().steps_per_s == pytest.approx(1 / seconds, rel=0.03)
+
+
 def test_cores_are_shared() -> None:
     """Two who compute all the time on one core take twice as long."""
     costs = alike(train_token_s=1 / 800)

@@ -30,7 +30,7 @@ from penstock.protocols.experience import Finish
 from penstock.services.modeling.experts import as_in_files
 from penstock.services.modeling.lengths import positions_of
 from penstock.services.modeling.weight_files import save_in_parts
-from penstock.services.rollout.config import HTTP_LENGTH
+from penstock.services.rollout.config import HTTP_LENGTH, HTTP_SEQUENCES
 from penstock.services.rollout.engines.asynchronous import AsyncEngine
 from penstock.services.rollout.engines.base import (
     Completion,
@@ -76,7 +76,7 @@ class HttpOptions(Section):
     ``[http://127.0.0.1:8000, http://127.0.0.1:8001]``."""
     folder: str
     """Versions are written here, for the server to read: shared memory on this host, or a file system of both."""
-    max_sequences: int = 256
+    max_sequences: int = HTTP_SEQUENCES
     """Continuations in flight at once."""
     max_length: int = HTTP_LENGTH
     """Longest prompt and response together, in tokens."""
