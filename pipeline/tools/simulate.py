@@ -105,7 +105,7 @@ def show(
             first = first or found
             table.add_row(
                 *map(Text, values),
-                f"{1 / found.steps_per_s:.3g}",
+                f"{step_s:.3g}" if (step_s := 1 / found.steps_per_s) < 1000 else f"{step_s:,.0f}",
                 f"{found.steps_per_s / first.steps_per_s:.2f}x",
                 f"{found.tokens_per_s:,.0f}",
                 f"{found.trainer_busy:.0%}",
