@@ -282,7 +282,8 @@ class World:
         """A scorer that is a guest computes in the place of the engine whose GPU it has (`placement.seated`)."""
         ranks, each = self._config.trainer.ranks, registry.actors(self._config)["rollout"].gpus(self._config)
         engine = (ranks - 1 - scorer % ranks) // max(1, each)
-        if engine < len(self._rollouts) and self._costs.cores is None:  # the clock shares cores
+        apart = self._config.reference.device == "cpu" or self._costs.cores is not None  # whose cores the clock shares
+        if engine < len(self._rollouts) and not apart:
             self._rollouts[engine].engine.hold(begins)
 
     def _trained(self, made: list[Finished], tokens: int, seconds: float) -> None:
