@@ -8,6 +8,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.protocols.wire import Envelope, WireError
 
+MOST_WRONG = 16
+"""Things that are wrong with a body, and are looked at one by one: a peer's list may have millions."""
+
 
 class Message(BaseModel):
     """A body on the wire; its type is the class's name."""
@@ -33,5 +36,7 @@ def from_envelope(envelope: Envelope) -> Message:
     try:
         return model.model_validate(envelope.body)
     except ValidationError as error:
+        if (count := error.error_count()) > MOST_WRONG:
+            raise WireError(f"{envelope.type}: {count:,} fields or items are wrong") from None
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
         raise WireError(f"{envelope.type}: {problems}") from None

@@ -3,15 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
 
 from penstock.services.gateway.pictures import IMAGES, read_part
 
 TEXT = {"text", "input_text", "output_text", "refusal"}
 UNREAD = {"thinking", "redacted_thinking", "reasoning"}
 """What a model has thought is not told to it again."""
+
+
+MOST_WRONG = 16
+"""Things that are wrong with a request, and are looked at one by one: there may be as many as it has bytes."""
+Item = TypeVar("Item")
+Listed = Annotated[list[Item], Field(fail_fast=True)]
+"""A list that is not looked at behind the first item that is wrong."""
+
+
+class Body(BaseModel):
+    """What a request says. Where too much is wrong with it that is only counted: all is told in the gateway's one
+    loop, and others wait meanwhile."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _counted(cls, said: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return read(said)
+        except ValidationError as error:
+            if error.error_count() <= MOST_WRONG:
+                raise
+            raise ValueError(f"{error.error_count():,} things are wrong with it") from None
 
 
 def content_of(content: Any) -> Any:
@@ -53,7 +84,7 @@ Never = Annotated[Any, AfterValidator(_nothing)]
 """Of a request, what would mean something else where nobody reads it."""
 MOST_STOPS = 16
 Stop = Annotated[str, Field(min_length=1)]
-Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
+Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)]
 """Texts that end an answer. An empty one would end it before it begins."""
 
 
@@ -79,7 +110,7 @@ class Told(BaseModel):
     model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Listed[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -101,7 +132,7 @@ class Tool(BaseModel):
     function: Described
 
 
-class Several(BaseModel):
+class Several(Body):
     """What chat completions and completions are asked for alike. What is null is as if it were not said."""
 
     model_config = ConfigDict(extra="allow")

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field
 
-from penstock.services.gateway.asking import Never, Several, Told, Tool, plain
+from penstock.services.gateway.asking import Listed, Never, Several, Told, Tool, plain
 from penstock.services.gateway.formats import Form, Wanted
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Turn
@@ -21,8 +21,8 @@ class ChatRequest(Several):
     """``POST /v1/chat/completions``. How tokens are drawn is the run's: ``temperature``, ``top_p`` and their like are
     read by nobody."""
 
-    messages: list[Told] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    messages: Listed[Told] = Field(min_length=1)
+    tools: Listed[Tool] | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False

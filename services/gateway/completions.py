@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from penstock.services.gateway.asking import Never, Several
+from penstock.services.gateway.asking import Listed, Never, Several
 from penstock.services.gateway.chat import FINISH, about, dumps, usage
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Turn
@@ -19,8 +19,8 @@ def _one(prompt: Any) -> Any:
     return prompt if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt[0]
 
 
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
-Alone = Annotated[list[str] | list[Ids], Field(min_length=1, max_length=1)]
+Ids = Annotated[Listed[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Alone = Annotated[Listed[str] | Listed[Ids], Field(min_length=1, max_length=1)]
 
 
 class CompletionRequest(Several):

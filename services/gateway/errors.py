@@ -11,6 +11,8 @@ from pydantic import BaseModel
 from penstock.protocols.mailbox import RefusedError
 
 LOST, LEAVING = "session_lost", "gateway_leaves"
+MOST_SAID = 500
+"""Characters of what is told of one thing that is wrong."""
 
 
 class AgentError(Exception):
@@ -35,9 +37,13 @@ class AgentError(Exception):
 
 
 def what_is_wrong(errors: Sequence[Any], skip: int = 0) -> str:
-    """Pydantic's ``errors`` for people: the first three, each with where it is, less the first ``skip`` steps."""
-    said = ((".".join(map(str, each["loc"][skip:])), each["msg"].removeprefix("Value error, ")) for each in errors[:3])
-    return "; ".join(f"{where}: {what}" for where, what in said)
+    """Pydantic's ``errors`` for people: the first three, each with where it is, less the first ``skip`` steps. Names
+    and what was said are quoted in part: they may be as long as the request."""
+    told = []
+    for each in errors[:3]:
+        where, what = ".".join(map(str, each["loc"][skip:])), each["msg"].removeprefix("Value error, ")
+        told.append(f"{where}: {what}" if where else what)
+    return "; ".join(said if len(said) <= MOST_SAID else f"{said[:MOST_SAID]}…" for said in told)
 
 
 class About(BaseModel):

@@ -11,12 +11,13 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.security import APIKeyHeader, HTTPBearer
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from penstock.protocols.experience import FLOAT32_MAX
 from penstock.services.gateway.access import WHO, Access
 from penstock.services.gateway.address import in_path, let_in, shown_in
 from penstock.services.gateway.anthropic_routes import anthropic_routes
+from penstock.services.gateway.asking import Body, Listed
 from penstock.services.gateway.bodies import Bodies, largest_body
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.errors import REFUSALS, AgentError, what_is_wrong
@@ -32,7 +33,7 @@ SHOWN: tuple[Callable[..., Any], ...] = HTTPBearer(auto_error=False), APIKeyHead
 """For the document: what `shown_in` reads."""
 
 
-class Wanted(BaseModel):
+class Wanted(Body):
     """Of ``POST /v1/sessions``."""
 
     model_config = ConfigDict(extra="forbid")
@@ -43,7 +44,7 @@ class Wanted(BaseModel):
 Reward = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]
 
 
-class Rewarded(BaseModel):
+class Rewarded(Body):
     """Of ``POST /v1/sessions/SESSION/reward``."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -53,7 +54,7 @@ class Rewarded(BaseModel):
     """Its number, or the id of the completion, response or message that told it; without it the newest answer."""
 
 
-class Finished(BaseModel):
+class Finished(Body):
     """Of ``POST /v1/sessions/SESSION/finish``."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -65,18 +66,18 @@ class Finished(BaseModel):
     """What single turns were worth, by number or id."""
 
 
-class Abandoned(BaseModel):
+class Abandoned(Body):
     """Of ``POST /v1/sessions/SESSION/abandon``."""
 
     model_config = ConfigDict(extra="forbid")
     reason: str = Field("given up by its agent", max_length=1000)
 
 
-class Tokens(BaseModel):
+class Tokens(Body):
     """Of ``POST /s/SESSION/v1/generate``."""
 
     model_config = ConfigDict(extra="forbid")
-    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(min_length=1)
+    tokens: Listed[Annotated[int, Field(ge=0, lt=2**31)]] = Field(min_length=1)
     """Everything before the answer."""
     max_tokens: int | None = Field(None, ge=1)
     again: bool = False

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from penstock.services.gateway.asking import Content, Stops, content_of
+from penstock.services.gateway.asking import Body, Content, Listed, Stops, content_of
 from penstock.services.gateway.chat import about, dumps
 from penstock.services.gateway.formats import Form, Wanted
 from penstock.services.gateway.pictures import read_part
@@ -73,7 +73,7 @@ class Said(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Listed[Block]
 
 
 class Tool(BaseModel):
@@ -96,13 +96,13 @@ class Tool(BaseModel):
         return kind
 
 
-class CountRequest(BaseModel):
+class CountRequest(Body):
     """``POST /v1/messages/count_tokens``."""
 
     model_config = ConfigDict(extra="allow")
-    messages: list[Said] = Field(min_length=1)
+    messages: Listed[Said] = Field(min_length=1)
     system: Content | None = None
-    tools: list[Tool] | None = None
+    tools: Listed[Tool] | None = None
 
     def said(self) -> list[dict[str, Any]]:
         """As chat completions have it: a tool's result is a message of its own."""

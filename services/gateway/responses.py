@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
-from penstock.services.gateway.asking import Never, Told, Tool, plain
+from penstock.services.gateway.asking import Body, Listed, Never, Told, Tool, plain
 from penstock.services.gateway.chat import about, dumps
 from penstock.services.gateway.errors import AgentError, what_is_wrong
 from penstock.services.gateway.formats import Form, Wanted
@@ -20,17 +20,17 @@ LOGPROBS = "message.output_text.logprobs"
 """In ``include``: what `openai` calls them."""
 
 
-class ResponsesRequest(BaseModel):
+class ResponsesRequest(Body):
     """``POST /v1/responses``. How tokens are drawn is the run's."""
 
     model_config = ConfigDict(extra="allow")
-    input: str | list[dict[str, Any]]
+    input: str | Listed[dict[str, Any]]
     instructions: str | None = None
     """The system's message; takes the place of the one that a ``previous_response_id`` brings along."""
     previous_response_id: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    include: list[str] | None = None
+    include: Listed[str] | None = None
     text: dict[str, Any] | None = None
     stream: bool | None = False
     conversation: Never = None

@@ -1,0 +1,85 @@
+"""What strangers send costs them, and the gateway's one loop next to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.protocols import wire
+from penstock.protocols.messages import from_envelope
+from tests.gateway.house import House
+from tests.gateway.test_doors import opened, served
+
+MANY = 500_000
+
+
+@pytest.fixture
+def house(tokenizers: dict[bool, Path], model: Any) -> House:
+    made = House(tokenizers[True], model, tool_calls="none")
+    made.desk.start(made.lease(0))
+    return made
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """The loop is held up for no longer, which it shares with whoever asks."""
+    last, longest = time.monotonic(), 0.0
+
+    async def turns() -> None:
+        nonlocal last, longest
+        while True:
+            await asyncio.sleep(0.01)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+
+    task = asyncio.ensure_future(turns())
+    yield
+    task.cancel()
+    longest = max(longest, time.monotonic() - last)
+    assert longest < seconds, f"nobody was answered for {longest:.1f} s"
+
+
+@pytest.mark.parametrize(
+    ("path", "about", "many"),
+    [
+        ("chat/completions", {}, {"messages": [0] * MANY}),
+        ("chat/completions", {}, {"messages": [{"role": "assistant", "tool_calls": [0] * MANY}]}),
+        ("messages", {"max_tokens": 2}, {"messages": [{"role": "user", "content": [0] * MANY}]}),
+        ("responses", {}, {"input": [0] * MANY}),
+        ("completions", {}, {"prompt": [[]] * (MANY // 2)}),
+        ("generate", {}, {"tokens": [-1] * (MANY // 2)}),
+        ("finish", {}, {"metrics": {str(number): "" for number in range(MANY // 8)}}),
+        ("finish", {}, {str(number): 0 for number in range(MANY // 8)}),
+        ("finish", {}, {"metrics": {"a" * MANY: ""}}),
+    ],
+)
+def test_a_request_of_which_everything_is_wrong_holds_up_nobody(
+    house: House, path: str, about: dict[str, Any], many: dict[str, Any]
+) -> None:
+    body = json.dumps({**about, **many}, separators=(",", ":"))
+    assert len(body) < 1 << 20
+
+    async def agent(url: str) -> None:
+        async with httpx.AsyncClient(timeout=60) as http:
+            session = await opened(url, http)
+            at = f"{url}/v1/sessions/{session['session']}" if path == "finish" else session["base_url"]
+            with within(1.5):
+                told = await http.post(f"{at}/{path}", content=body, headers={"content-type": "application/json"})
+            assert told.status_code == 422 and len(told.content) < 3000, told.text[:500]
+
+    served(house, agent)
+
+
+def test_a_message_of_which_everything_is_wrong_is_not_told_piece_by_piece() -> None:
+    body = {"session": "a", "request": "b", "messages": [0] * MANY}
+    began = time.monotonic()
+    with pytest.raises(wire.WireError, match="AgentChat: 500,000 fields or items are wrong"):
+        from_envelope(wire.Envelope("AgentChat", 1, 0, body))
+    assert time.monotonic() - began < 1.0
