@@ -10,6 +10,8 @@ from penstock.protocols.experience import Bytes, Finish, Prompt, Purpose, Sampli
 from penstock.protocols.messages.base import Message
 
 NOTE = "note"
+MOST_WAIT_S = 300.0
+"""That a gateway waits for a session to be free before it says that none is."""
 UNANSWERED = "rollouts, of which none has answered"
 """How `TurnAnswer.error` ends where a turn may be answered when it is asked for again."""
 
@@ -124,7 +126,7 @@ class GiveBack(Message):
 class AgentOpen(Message):
     """agent → gateway: the next task of the run that no agent has. Answered by `AgentOpened`."""
 
-    wait_s: float
+    wait_s: float = Field(ge=0, le=MOST_WAIT_S, allow_inf_nan=False)
 
 
 class AgentOpened(Message):

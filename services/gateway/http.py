@@ -14,6 +14,7 @@ from fastapi.security import APIKeyHeader, HTTPBearer
 from pydantic import ConfigDict, Field
 
 from penstock.protocols.experience import FLOAT32_MAX
+from penstock.protocols.messages.agents import MOST_WAIT_S
 from penstock.services.gateway.access import WHO, Access
 from penstock.services.gateway.address import in_path, let_in, shown_in
 from penstock.services.gateway.anthropic_routes import anthropic_routes
@@ -37,7 +38,7 @@ class Wanted(Body):
     """Of ``POST /v1/sessions``."""
 
     model_config = ConfigDict(extra="forbid")
-    wait_s: float = Field(30.0, ge=0, le=300)
+    wait_s: float = Field(30.0, ge=0, le=MOST_WAIT_S, allow_inf_nan=False)
     """How long to wait for a task."""
 
 

@@ -167,7 +167,7 @@ class ZmqDoor:
         raise AgentError(400, "unexpected", f"{type(message).__name__} is not for an agent to say")
 
     async def _open(self, wait_s: float, identity: str) -> m.AgentOpened:
-        held = await self._desk.open(min(wait_s, 300.0), beats=True)
+        held = await self._desk.open(wait_s, beats=True)
         if self._heard_at.get(identity, float("-inf")) < time.monotonic() - SILENT_S:
             await self._desk.untaken(held)
             raise AgentError(503, "no_session", "nothing was heard of who asked for a session; ask again", 1.0)

@@ -13,12 +13,17 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.protocols import messages as m
 from penstock.protocols import wire
+from penstock.protocols.agent_client import AsyncAgentClient
+from penstock.protocols.mailbox import RefusedError
 from penstock.protocols.messages import from_envelope
 from tests.gateway.house import House
 from tests.gateway.test_doors import opened, served
+from tests.gateway.test_requests import by_zeromq
 
 MANY = 500_000
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture
@@ -71,7 +76,7 @@ def test_a_request_of_which_everything_is_wrong_holds_up_nobody(
             session = await opened(url, http)
             at = f"{url}/v1/sessions/{session['session']}" if path == "finish" else session["base_url"]
             with within(1.5):
-                told = await http.post(f"{at}/{path}", content=body, headers={"content-type": "application/json"})
+                told = await http.post(f"{at}/{path}", content=body, headers=JSON)
             assert told.status_code == 422 and len(told.content) < 3000, told.text[:500]
 
     served(house, agent)
@@ -83,3 +88,27 @@ def test_a_message_of_which_everything_is_wrong_is_not_told_piece_by_piece() -> 
     with pytest.raises(wire.WireError, match="AgentChat: 500,000 fields or items are wrong"):
         from_envelope(wire.Envelope("AgentChat", 1, 0, body))
     assert time.monotonic() - began < 1.0
+
+
+def test_nobody_waits_for_a_session_without_end(house: House) -> None:
+    """Not a number is never past, nor more than anything."""
+    house.desk._free.clear()
+
+    async def agent(client: AsyncAgentClient) -> None:
+        line = client._line
+        for wait_s in (float("nan"), float("inf"), -1.0, 1e9):
+            said = m.AgentOpen.model_construct(wait_s=wait_s)
+            with pytest.raises(RefusedError, match=r"AgentOpen: wait_s") as refused:
+                await asyncio.wrap_future(line.ask(said, 2.0))
+            assert refused.value.code == "bad_message"
+        assert not house.desk._openers
+
+    by_zeromq(house, agent)
+
+    async def over_http(url: str) -> None:
+        async with httpx.AsyncClient(timeout=5) as http:
+            for wait_s in ("NaN", "Infinity", "-1", "1e9"):
+                told = await http.post(f"{url}/v1/sessions", content=f'{{"wait_s": {wait_s}}}', headers=JSON)
+                assert told.status_code == 422, told.text
+
+    served(house, over_http)
