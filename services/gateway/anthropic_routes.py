@@ -25,6 +25,7 @@ def anthropic_routes(desk: Desk, model: str) -> APIRouter:
         about = asked.said(), asked.functions(), asked.max_tokens, asked.stop_sequences or ()
         return await answered(
             request,
+            again,
             asked.stream,
             judged(form, several(1, desk.chats(held, *about), again, asked.stream)),
             lambda turns: messages.message(held.id, model, turns[0], form),

@@ -164,7 +164,8 @@ def _session_routes(desk: Desk) -> APIRouter:
         """The policy's answer to tokens."""
         held = await desk.find(session)
         tokens = np.array(asked.tokens, np.int32)
-        turn = await heard(request, desk.generate(held, tokens, asked.max_tokens, asked=Asking(asked.again)))
+        again = Asking(asked.again, had=[])
+        turn = await heard(request, again, desk.generate(held, tokens, asked.max_tokens, asked=again))
         answer = turn.answer
         return {
             "turn": turn.number,

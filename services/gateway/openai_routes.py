@@ -25,7 +25,7 @@ async def _asking(
     key: Annotated[str, Header(alias="Idempotency-Key", max_length=256)] = "",
 ) -> Asking:
     """OpenAI's and Anthropic's own clients say how often they have asked this before; others may name what they ask."""
-    return Asking(retried > 0, key)
+    return Asking(retried > 0, key, had=[])
 
 
 Asked = Annotated[Asking, Depends(_asking)]
@@ -52,6 +52,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         answers = several(asked.count, desk.chats(held, said, tools, asked.most, asked.stops), again, asked.stream)
         return await answered(
             request,
+            again,
             asked.stream,
             judged(form, answers),
             lambda turns: chat.completion(held.id, model, turns, replies, asked, form),
@@ -66,6 +67,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         held = await desk.find(session)
         return await answered(
             request,
+            again,
             asked.stream,
             several(asked.count, _completes(desk, held, asked), again, asked.stream),
             lambda turns: completions.completion(held.id, model, turns, replies, asked),
@@ -82,6 +84,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         ask = desk.chats(held, said, asked.functions(), asked.max_output_tokens)
         return await answered(
             request,
+            again,
             asked.stream,
             judged(form, several(1, ask, again, asked.stream)),
             lambda turns: responses.response(held.id, model, turns[0], replies, asked, form),

@@ -35,10 +35,17 @@ class Asking(NamedTuple):
     """Where all of several are waited for: none of them is heard before."""
     streamed: bool = False
     """Who asks is on a line that is kept open: no answer is late."""
+    had: list[Question] | None = None
+    """Those whose answers it has, where they can be taken back: who asks may be gone before it is told of them."""
 
     def digest(self, about: str) -> str:
         """Of what it asks, ``about``, and of what else tells it from others."""
         return hashlib.sha256(f"{self.which}\n{self.key}\n{about}".encode()).hexdigest()
+
+    def take_back(self) -> None:
+        """Who asks has gone, and was told of none."""
+        while self.had:
+            self.had.pop().take_back()
 
 
 ONCE = Asking()
@@ -54,8 +61,8 @@ class Question:
     turn: Turn | None = None
     waiting: int = 0
     """How many requests wait for it."""
-    heard: bool = False
-    """Somebody has had the answer."""
+    heard: int = 0
+    """How many have had the answer."""
 
     @property
     def failed(self) -> bool:
@@ -78,10 +85,16 @@ class Question:
                 turn = self.task.result()
             if together:
                 await together.wait()
-            self.heard = turn.wanted = True
+            self.heard, turn.wanted = self.heard + 1, True
             return turn
         finally:
             self.waiting -= 1
+
+    def take_back(self) -> None:
+        """One of those that have had the answer was not there any more to be told."""
+        self.heard -= 1
+        if self.turn is not None:
+            self.turn.wanted = self.heard > 0
 
 
 @dataclass(eq=False)
@@ -96,15 +109,15 @@ class Questions:
 
     def remember(self, turn: Turn) -> None:
         """It was asked, and answered, at a gateway before this one."""
-        self._asked.setdefault(turn.asked, []).append(Question(turn=turn, heard=True))
+        self._asked.setdefault(turn.asked, []).append(Question(turn=turn, heard=1))
 
     def again(self, digest: str) -> Question | None:
         """The one that was most probably meant by who asks again: whose answer nobody has had and for which the fewest
         wait; of several, the latest. None where what was asked is to be asked anew: it was refused."""
         several = self._asked.get(digest, [])
-        best = min(reversed(several), key=lambda question: (question.heard, question.waiting), default=None)
+        best = min(reversed(several), key=lambda question: (question.heard > 0, question.waiting), default=None)
         lately = [at for at in self._refused.pop(digest, []) if at > time.monotonic() - AGAIN_S]
-        anew = bool(lately) and (best is None or best.heard or best.waiting > 0)
+        anew = bool(lately) and (best is None or best.heard > 0 or best.waiting > 0)
         if left := lately[1:] if anew else lately:
             self._refused[digest] = left
         return None if anew else best
@@ -127,7 +140,7 @@ class Questions:
                 several.remove(question)
             else:
                 question.turn = task.result()
-                question.turn.wanted = question.heard  # one may have had it before this call
+                question.turn.wanted = question.heard > 0  # one may have had it before this call
 
         question.task.add_done_callback(done)
         return question
@@ -152,7 +165,10 @@ class Questions:
                 question = self.ask(digest, answer(digest))
                 assert question.task is not None
                 question.task.add_done_callback(done)
-            return await question.answer(None if asked.streamed else within_s, asked.together)
+            turn = await question.answer(None if asked.streamed else within_s, asked.together)
+            if asked.had is not None:
+                asked.had.append(question)
+            return turn
         except asyncio.CancelledError:
             if question and question.task and question.task.cancelled():
                 raise EndedError() from None

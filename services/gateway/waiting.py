@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from penstock.services.gateway.chat import dumps
 from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.questions import Asking
 from penstock.services.gateway.session import Turn
 
 log = structlog.get_logger()
@@ -30,19 +31,23 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 Answer = TypeVar("Answer", Turn, list[Turn])
 
 
-async def heard(request: Request, answer: Coroutine[Any, Any, Answer]) -> Answer:
-    """The answer, unless whoever asked has gone: then it is not waited for any more."""
-    task = asyncio.ensure_future(answer)
-    while not task.done():
+async def heard(request: Request, asked: Asking, answer: Coroutine[Any, Any, Answer]) -> Answer:
+    """The answer, unless whoever ``asked`` has gone: then it is not waited for any more, nor counts as had."""
+    task, gone = asyncio.ensure_future(answer), False
+    while not (task.done() or gone):
         await asyncio.wait({task}, timeout=LOOK_S)
-        if not task.done() and await request.is_disconnected():
-            task.cancel()
-            raise AgentError(499, "gone", "the agent has gone")
+        gone = await request.is_disconnected()
+    if gone:
+        task.cancel()
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody's error any more
+        asked.take_back()
+        raise AgentError(499, "gone", "the agent has gone")
     return task.result()
 
 
 async def answered(
     request: Request,
+    asked: Asking,
     streamed: bool | None,
     answer: Coroutine[Any, Any, Answer],
     whole: Callable[[Answer], dict[str, Any]],
@@ -50,17 +55,17 @@ async def answered(
 ) -> JSONResponse | StreamingResponse:
     """What the agent is told: ``whole``, or as ``events`` where it asked for them to be ``streamed``."""
     if streamed:
-        return await _stream(request, answer, events)
-    found = await heard(request, answer)
+        return await _stream(request, asked, answer, events)
+    found = await heard(request, asked, answer)
     slowest = max(turn.answer.engine_s for turn in (found if isinstance(found, list) else [found]))
     return JSONResponse(whole(found), headers={ENGINE: f"{slowest * 1000:.1f}"})
 
 
 async def _stream(
-    request: Request, answer: Coroutine[Any, Any, Answer], events: Callable[[Answer], Iterator[str]]
+    request: Request, asked: Asking, answer: Coroutine[Any, Any, Answer], events: Callable[[Answer], Iterator[str]]
 ) -> StreamingResponse:
     """Server-sent events. The answer comes at once, when the turn is durable; until then comments keep the line."""
-    task = asyncio.ensure_future(heard(request, answer))
+    task = asyncio.ensure_future(heard(request, asked, answer))
     await asyncio.wait({task}, timeout=SOON_S)
     if task.done():
         task.result()

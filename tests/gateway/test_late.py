@@ -52,6 +52,45 @@ def test_who_asks_again_over_http_joins_the_turn_that_was_late(house: House) -> 
     assert len(house.asked) == 1
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "generate"])
+@pytest.mark.parametrize("joined", [False, True])
+def test_an_answer_that_comes_when_its_agent_has_just_gone_is_not_had(
+    tokenizers: dict[bool, Path], model: Any, path: str, joined: bool
+) -> None:
+    """Though nobody has looked yet whether it is there. Who asks again has it."""
+    house = House(tokenizers[True], model, tool_calls="none")
+    house.desk.start(house.lease(0))
+    asks: dict[str, dict[str, Any]] = {
+        "chat/completions": {"messages": SAY}, "responses": {"input": "ab"}, "generate": {"tokens": [5, 6]},
+    }  # fmt: skip
+
+    async def agent(url: str) -> list[int]:
+        slow = late(house)
+        async with httpx.AsyncClient(timeout=60) as http:
+            session = await opened(url, http)
+
+            async def ask(again: bool = False) -> httpx.Response:
+                said = asks[path] | ({"again": again} if path == "generate" else {})
+                headers = {"x-stainless-retry-count": str(int(again))}
+                return await http.post(f"{session['base_url']}/{path}", json=said, headers=headers)
+
+            asking = asyncio.ensure_future(ask())
+            await asyncio.sleep(0.6)  # a look is behind it, and the next one is half a second away
+            asking.cancel()
+            await asyncio.sleep(0.1)
+            slow.set()
+            await asyncio.sleep(1.0)
+            (turn,) = house.desk._held[session["session"]].session.turns.values()
+            assert not turn.wanted
+            if joined:
+                assert (await ask(again=True)).status_code == 200 and turn.wanted
+            await http.post(f"{url}/v1/sessions/{session['session']}/finish", json={"reward": 1.0})
+        return [int(trajectory.sampled > 0) for trajectory in group(house).trajectories]
+
+    assert served(house, agent) == [joined]
+    assert len(house.asked) == 1
+
+
 def test_openais_client_and_ours_ask_again_by_themselves(house: House) -> None:
     async def by_openai(url: str) -> None:
         async with httpx.AsyncClient(timeout=60) as http:
