@@ -82,11 +82,12 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         held = await desk.find(session)
         said, form = asked.said(held.id, held.session), await desk.forms.read(asked.form)
         ask = desk.chats(held, said, asked.functions(), asked.max_output_tokens)
+        answers = _instructed(held, asked.instructions, several(1, ask, again, asked.stream))
         return await answered(
             request,
             again,
             asked.stream,
-            judged(form, several(1, ask, again, asked.stream)),
+            judged(form, answers),
             lambda turns: responses.response(held.id, model, turns[0], replies, asked, form),
             lambda turns: responses.events(held.id, model, turns[0], replies, asked, form),
         )
@@ -111,6 +112,14 @@ async def judged(form: Form | None, answers: Coroutine[Any, Any, list[Turn]]) ->
     turns = await answers
     if form:
         await form.judge([turn.message["content"] for turn in turns])
+    return turns
+
+
+async def _instructed(held: Held, words: str | None, answers: Coroutine[Any, Any, list[Turn]]) -> list[Turn]:
+    """The ``answers``, once it is noted which ``words`` they were told as instructions."""
+    turns = await answers
+    if words is not None and held.life == held.session.life:
+        held.session.instruct(words)
     return turns
 
 

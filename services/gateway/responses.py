@@ -64,7 +64,6 @@ class ResponsesRequest(Body):
         if self.instructions is not None:
             told = before[0] if before and before[0].get("role") == "system" else None
             rest = before[1:] if told and session.was_instructed(told["content"]) else before
-            session.instruct(self.instructions)
             before = [{"role": "system", "content": self.instructions}, *rest]
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         said = [*before, *_messages(_looked_up(items, session_id, session))]

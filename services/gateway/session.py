@@ -7,6 +7,7 @@ branch becomes a trajectory; a turn that several branches share is trained on in
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,10 @@ def canonical(message: Mapping[str, Any]) -> dict[str, Any]:
     if found["role"] == "assistant":
         found.pop("name", None)  # what a framework calls its agent, which the policy did not say
     return found
+
+
+def _digest(words: str) -> bytes:
+    return hashlib.sha256(words.encode(errors="replace")).digest()
 
 
 @dataclass(eq=False)
@@ -133,21 +138,22 @@ class Session:
     """By digest, what its turns show, those too that have no answer yet."""
     room: int = MOST_OF_GROUP
     """Bytes of `files`, at most."""
-    instructions: set[str] | None = field(default_factory=set)
-    """What was said to be that (`responses`), and takes each other's place; None: of another gateway, and not known."""
+    instructions: set[bytes] | None = field(default_factory=set)
+    """Digests of what turns were told as that (`responses`), of which one takes another's place; None: of another
+    gateway, and not known."""
 
     def instruct(self, words: str) -> None:
-        """Notes it."""
+        """Notes it, of a turn that there is."""
         if self.instructions is not None:
-            self.instructions.add(words)
+            self.instructions.add(_digest(words))
 
     def was_instructed(self, words: Any) -> bool:
         """A system's message of these words was that, or may have been."""
-        return self.instructions is None or words in self.instructions
+        return self.instructions is None or (isinstance(words, str) and _digest(words) in self.instructions)
 
     def begin_anew(self, taken: bool) -> None:
         """Another agent takes it, from the start; ``taken``: the one before had heard of it."""
-        self.life, self.opened, self.turns, self.files = self.life + 1, False, {}, {}
+        self.life, self.opened, self.turns, self.files, self.instructions = self.life + 1, False, {}, {}, set()
         self.spared += not taken
 
     def end(self, reward: float, failure: str, metrics: dict[str, float], turn_rewards: Mapping[str, float]) -> None:

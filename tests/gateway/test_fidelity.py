@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from penstock.services.gateway.bodies import largest_body
@@ -16,6 +17,7 @@ from penstock.services.gateway.responses import ResponsesRequest
 from penstock.services.gateway.session import canonical
 from penstock.services.gateway.silence import AWAY_S
 from tests.gateway.house import House
+from tests.gateway.test_doors import opened, served
 
 ASK = {"role": "user", "content": "sort dcba="}
 
@@ -66,6 +68,7 @@ def test_instructions_take_the_place_of_instructions_alone(house: House) -> None
                 input="more", previous_response_id=f"resp_{held.id}-{turn.number}", instructions=instructions
             )
             turn.said = asked.said(held.id, held.session)  # as if that had been answered, too
+            held.session.instruct(instructions)
             return [message["content"] for message in turn.said if message["role"] == "system"]
 
         assert told("be brief") == ["be brief", "rules"]
@@ -74,6 +77,38 @@ def test_instructions_take_the_place_of_instructions_alone(house: House) -> None
         assert told("be quick") == ["be quick", "rules"]
 
     house.run(agent)
+
+
+def test_instructions_are_kept_of_turns_that_there_are_alone(tokenizers: dict[bool, Path], model: Any) -> None:
+    """And not of what was refused, nor of a life before; of each so many bytes, however long it was."""
+    house = House(tokenizers[True], model)
+    house.desk.start(house.lease(0))
+
+    async def agent(url: str) -> None:
+        async with httpx.AsyncClient(timeout=60) as http:
+
+            async def ask(**said: Any) -> httpx.Response:
+                return await http.post(f"{opened_at['base_url']}/responses", json={"input": "ab", **said})
+
+            opened_at = await opened(url, http)
+            session = house.desk._held[opened_at["session"]].session
+            tools = [{"type": "function", "name": "f", "parameters": {"a": "b" * 200_000}}]
+            for refused in (
+                {"tools": [{"type": "web_search"}]},
+                {"text": {"format": {"type": "xml"}}},
+                {"tools": tools},
+            ):
+                assert (await ask(instructions="a", **refused)).status_code == 400
+            assert not session.instructions
+            first = await ask(instructions="b" * 20, input="c")
+            then = await ask(instructions="d", previous_response_id=first.json()["id"])
+            assert session.instructions is not None and {len(each) for each in session.instructions} == {32}
+            said = [message["content"] for message in session.turns[then.json()["penstock"]["turns"][0]].said]
+            assert said[:2] == ["d", "c"] and len(session.instructions) == 2
+            await http.post(f"{url}/v1/sessions/{opened_at['session']}/abandon", json={})
+            assert not session.instructions
+
+    served(house, agent)
 
 
 def test_a_result_that_is_an_error_says_so() -> None:
