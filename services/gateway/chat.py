@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pydantic import Field
@@ -72,23 +72,44 @@ def completion(
     }
 
 
-def chunks(session: str, model: str, turns: Sequence[Turn], replies: Replies, asked: ChatRequest) -> Iterator[str]:
+def chunks(
+    session: str, model: str, turns: Sequence[Turn], replies: Replies, asked: ChatRequest, form: Form | None = None
+) -> Iterator[str]:
     """The answer as server-sent events."""
     head = _about(session, model, turns, "chat.completion.chunk")
+    return streamed(head, _choices(turns, replies, asked), session, turns, asked, form)
 
-    def chunk(index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> str:
-        choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
-        return f"data: {dumps({**head, 'choices': [choice]})}\n\n"
+
+def streamed(
+    head: dict[str, Any],
+    choices: Iterable[dict[str, Any]],
+    session: str,
+    turns: Sequence[Turn],
+    asked: Several,
+    form: Form | None = None,
+) -> Iterator[str]:
+    """Server-sent events, each with the ``head`` and one of the ``choices``; the last says what the whole answer says
+    beside them."""
+    said = [{**head, "choices": [choice]} for choice in choices]
+    if (asked.stream_options or {}).get("include_usage"):
+        said.append({**head, "choices": [], "usage": usage(turns)})
+    said[-1]["penstock"] = about(session, turns, form)
+    yield from (f"data: {dumps(each)}\n\n" for each in said)
+    yield "data: [DONE]\n\n"
+
+
+def _choices(turns: Sequence[Turn], replies: Replies, asked: ChatRequest) -> Iterator[dict[str, Any]]:
+    """Of a stream, in its order."""
+
+    def choice(index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
 
     for index, turn in enumerate(turns):
         said = {"role": "assistant", "content": turn.message["content"]}
-        yield chunk(index, said, logprobs=_logprobs(turn, replies, asked))
+        yield choice(index, said, logprobs=_logprobs(turn, replies, asked))
         for place, call in enumerate(turn.message.get("tool_calls", ())):
-            yield chunk(index, {"tool_calls": [{"index": place, **call}]})
-        yield chunk(index, {}, finish_of(turn))
-    if (asked.stream_options or {}).get("include_usage"):
-        yield f"data: {dumps({**head, 'choices': [], 'usage': usage(turns)})}\n\n"
-    yield "data: [DONE]\n\n"
+            yield choice(index, {"tool_calls": [{"index": place, **call}]})
+        yield choice(index, {}, finish_of(turn))
 
 
 def _logprobs(turn: Turn, replies: Replies, asked: ChatRequest) -> dict[str, Any] | None:

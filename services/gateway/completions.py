@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from penstock.services.gateway.asking import Listed, Never, Several
-from penstock.services.gateway.chat import FINISH, about, dumps, usage
+from penstock.services.gateway.chat import FINISH, about, streamed, usage
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Turn
 
@@ -48,12 +48,8 @@ def chunks(
     session: str, model: str, turns: Sequence[Turn], replies: Replies, asked: CompletionRequest
 ) -> Iterator[str]:
     """The answer as server-sent events."""
-    head = _head(session, model, turns)
-    for index, turn in enumerate(turns):
-        yield f"data: {dumps({**head, 'choices': [_choice(index, turn, replies, asked)]})}\n\n"
-    if (asked.stream_options or {}).get("include_usage"):
-        yield f"data: {dumps({**head, 'choices': [], 'usage': usage(turns)})}\n\n"
-    yield "data: [DONE]\n\n"
+    choices = (_choice(index, turn, replies, asked) for index, turn in enumerate(turns))
+    return streamed(_head(session, model, turns), choices, session, turns, asked)
 
 
 def _head(session: str, model: str, turns: Sequence[Turn]) -> dict[str, Any]:

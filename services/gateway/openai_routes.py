@@ -56,7 +56,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
             asked.stream,
             judged(form, answers),
             lambda turns: chat.completion(held.id, model, turns, replies, asked, form),
-            lambda turns: chat.chunks(held.id, model, turns, replies, asked),
+            lambda turns: chat.chunks(held.id, model, turns, replies, asked, form),
         )
 
     @routes.post("/completions", response_model=None, responses=STREAMED)

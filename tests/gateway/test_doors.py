@@ -108,6 +108,7 @@ def test_openais_client(house: House) -> None:
                     called = [p for p in parts if p.choices and p.choices[0].delta.tool_calls]
                     assert called and json.loads(called[0].choices[0].delta.tool_calls[0].function.arguments)
                     assert parts[-1].usage and parts[-1].usage.prompt_tokens > first.usage.total_tokens
+                    assert parts[-1].model_extra["penstock"]["turns"] == [1]
                     said = [p.choices[0].logprobs.content for p in parts if p.choices and p.choices[0].logprobs]
                     assert len(said) == 1 and len(said[0]) == parts[-1].usage.completion_tokens
                 done = await http.post(f"{url}/v1/sessions/{session['session']}/finish", json={"reward": reward})
@@ -232,7 +233,7 @@ def test_openais_completions(house: House) -> None:
                     longer = "sort ba=" + first.choices[0].text + "ab"
                     parts = [p async for p in await client.completions.create(
                         model="policy", prompt=longer, max_tokens=2, stream=True)]  # fmt: skip
-                    assert parts[-1].choices[0].finish_reason
+                    assert parts[-1].choices[0].finish_reason and parts[-1].model_extra["penstock"]["turns"] == [2]
                     ids = await client.completions.create(model="policy", prompt=[5, 6, 7], max_tokens=2)
                     assert ids.usage and ids.usage.prompt_tokens == 3 and ids.usage.completion_tokens <= 2
                 await http.post(f"{url}/v1/sessions/{session['session']}/finish", json={"reward": 1.0})

@@ -113,6 +113,12 @@ def test_openais_client_asks_for_forms_and_is_told_whether_answers_fit(
         async with openai.AsyncOpenAI(base_url=session["base_url"], api_key="none") as client:
             told = await client.chat.completions.create(model="p", messages=SAY, response_format=form(POINT))  # type: ignore[call-overload]
             assert told.model_extra["penstock"]["fits"] == [False] and told.choices[0].message.content
+            stream = await client.chat.completions.create(  # type: ignore[call-overload]
+                model="p", messages=SAY, response_format=form(POINT), n=2, stream=True
+            )
+            parts = [part async for part in stream]
+            assert [part.model_extra.get("penstock") for part in parts[:-1]] == [None] * (len(parts) - 1)
+            assert parts[-1].model_extra["penstock"]["fits"] == [False, False]
             about = {"format": {"type": "json_schema", "name": "p", "schema": POINT}}
             answer = await client.responses.create(model="p", input="sort ba=", text=about)  # type: ignore[call-overload]
             assert answer.model_extra["penstock"]["fits"] == [False]
