@@ -22,7 +22,7 @@ def anthropic_routes(desk: Desk, model: str) -> APIRouter:
     ) -> JSONResponse | StreamingResponse:
         """Messages."""
         held, form = await desk.find(session), await desk.forms.read(asked.form)
-        about = asked.said(), asked.functions(), asked.max_tokens, asked.stop_sequences or ()
+        about = asked.said(), asked.functions(), asked.max_tokens, asked.stop_sequences or (), asked.calls
         return await answered(
             request,
             again,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from penstock.services.gateway.asking import Listed, Never, Several, Told, Tool, plain
 from penstock.services.gateway.formats import Form, Wanted
@@ -29,6 +29,31 @@ class ChatRequest(Several):
     response_format: dict[str, Any] | None = None
     functions_: Never = Field(None, alias="functions")
     function_call: Never = None
+    tool_choice: Any = None
+    continue_final_message: Never = None
+    modalities: list[str] | None = None
+    audio: Never = None
+    web_search_options: Never = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("modalities")
+    @classmethod
+    def _in_text(cls, kinds: list[str] | None) -> list[str] | None:
+        if set(kinds or ()) - {"text"}:
+            raise ValueError("the policy answers in text; leave the others out")
+        return kinds
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _the_runs(cls, told: dict[str, Any] | None) -> dict[str, Any] | None:
+        if told:
+            raise ValueError("what the chat template is told is the run's: `template` in its config; leave it out")
+        return told
+
+    @property
+    def calls(self) -> bool:
+        """The answer may ask for tools."""
+        return self.tool_choice != "none"
 
     @property
     def most(self) -> int | None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from penstock.services.gateway.asking import Listed, Never, Several
 from penstock.services.gateway.chat import FINISH, about, streamed, usage
@@ -32,6 +32,14 @@ class CompletionRequest(Several):
     logprobs: int | None = Field(None, ge=0)
     echo: Never = None
     suffix: Never = None
+    best_of: int | None = None
+
+    @field_validator("best_of")
+    @classmethod
+    def _all_of_them(cls, best_of: int | None, said: ValidationInfo) -> int | None:
+        if (best_of or 1) > (said.data.get("n") or 1):
+            raise ValueError("no answer is left out: at most n")
+        return best_of
 
 
 def completion(

@@ -222,12 +222,13 @@ class Desk:
         tools: Sequence[Mapping[str, Any]] | None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        calls: bool = True,
     ) -> Ask:
-        """As `chat`, for several answers."""
+        """As `chat`, for several answers. Without ``calls`` nothing that they say asks for a tool."""
         known = told(tools)
         said, spliced = self._policy.spliced(held.session, messages, tools, known)
-        about = json.dumps([said, known, max_tokens, list(stop)], sort_keys=True)
-        return lambda asked: self._once(held, asked, about, spliced, known, max_tokens, stop)
+        about = json.dumps([said, known, max_tokens, list(stop)] + ["none"] * (not calls), sort_keys=True)
+        return lambda asked: self._once(held, asked, about, spliced, known, max_tokens, stop, calls)
 
     def count(
         self, held: Held, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None

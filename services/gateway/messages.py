@@ -133,6 +133,19 @@ class MessagesRequest(CountRequest):
     stop_sequences: Stops | None = None
     stream: bool | None = False
     output_config: dict[str, Any] | None = None
+    tool_choice: dict[str, Any] | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _ends_with_a_question(cls, messages: list[Said]) -> list[Said]:
+        if messages[-1].role == "assistant":
+            raise ValueError("the last one is the assistant's, whose words are the policy's own: it begins no answer")
+        return messages
+
+    @property
+    def calls(self) -> bool:
+        """The answer may ask for tools."""
+        return (self.tool_choice or {}).get("type") != "none"
 
     @property
     def form(self) -> Wanted:

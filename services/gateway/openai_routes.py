@@ -49,7 +49,8 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         """Chat completions."""
         held, said, tools = await desk.find(session), asked.said(), asked.functions()
         form = await desk.forms.read(asked.form)
-        answers = several(asked.count, desk.chats(held, said, tools, asked.most, asked.stops), again, asked.stream)
+        ask = desk.chats(held, said, tools, asked.most, asked.stops, asked.calls)
+        answers = several(asked.count, ask, again, asked.stream)
         return await answered(
             request,
             again,
@@ -81,7 +82,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         """Responses."""
         held = await desk.find(session)
         said, form = asked.said(held.id, held.session), await desk.forms.read(asked.form)
-        ask = desk.chats(held, said, asked.functions(), asked.max_output_tokens)
+        ask = desk.chats(held, said, asked.functions(), asked.max_output_tokens, calls=asked.calls)
         answers = _instructed(held, asked.instructions, several(1, ask, again, asked.stream))
         return await answered(
             request,

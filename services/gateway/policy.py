@@ -158,8 +158,10 @@ class Policy:
         told: str,
         max_tokens: int | None,
         stop: Sequence[str],
+        calls: bool = True,
     ) -> Turn:
-        """The turn, once it is durable. Raises `AgentError`, or `RefusedError` where the group is not ours any more."""
+        """The turn, once it is durable; without ``calls`` all of it is text. Raises `AgentError`, or `RefusedError`
+        where the group is not ours any more."""
         work, session, (parent, given, added, pictures) = held.work, held.session, spliced
         if len(session.turns) + held.questions.pending > self._config.max_turns:
             raise AgentError(400, "too_many_turns", f"a session has at most gateway.max_turns={self._config.max_turns}")
@@ -178,6 +180,7 @@ class Policy:
             "added": json.dumps(added),
             "told": told,
             "stop": list(stop),
+            "calls": calls,
         }
         said = [*(parent.said if parent else ()), *added]
         stream = turn_stream(work.lease, session.place, number)
@@ -191,7 +194,8 @@ class Policy:
         answer = await self._answered(request)
         turn = Turn(number, None if parent is None else parent.number, given, answer, said, told)
         turn.asked, turn.prompt_tokens = asked, len(prompt)
-        turn.message, turn.stopped_by = self._replies.message(work.lease, session.place, number, answer, told, stop)
+        tools = told if calls else ""
+        turn.message, turn.stopped_by = self._replies.message(work.lease, session.place, number, answer, tools, stop)
         turn.said, turn.pictures = [*said, canonical(turn.message)], pictures
         if held.life == session.life and not session.ended:
             session.turns[number] = turn

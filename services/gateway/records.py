@@ -3,7 +3,8 @@
 session.PLACE           {life, spared, opened, owner, beats}, and once it has ended {reward, failure, metrics, unheard,
                         turn_rewards}
 picture.DIGEST          a file that some of the group's sessions show
-note.PLACE.TURN         {asked, life, parent, given, added, told, stop}: what was asked, as far as its parent has not
+note.PLACE.TURN         {asked, life, parent, given, added, told, stop, calls}: what was asked, as far as its parent has
+                        not
 answer.PLACE.TURN       what the policy said to it
 reward.PLACE.TURN       {reward}: what its agent has said that it was worth, until the session has ended
 """
@@ -124,8 +125,9 @@ def _restore_turn(work: Work, session: Session, key: TurnKey, replies: Replies) 
     if note["life"] != session.life:
         return
     answer = unpack_answer(lease.records[key.answer_record].tobytes())
-    told, stop = note["told"], note.get("stop", ())  # notes of older code say nothing of stops
-    message, stopped_by = replies.message(lease, session.place, number, answer, told, stop)
+    told, stop = note["told"], note.get("stop", ())  # notes of older code say nothing of stops, nor of calls
+    tools = told if note.get("calls", True) else ""
+    message, stopped_by = replies.message(lease, session.place, number, answer, tools, stop)
     parent = None if note["parent"] == NOBODY else session.turns[note["parent"]]
     if "said" in note:  # notes of older code have all of the conversation
         said = json.loads(note["said"])

@@ -35,6 +35,13 @@ class ResponsesRequest(Body):
     stream: bool | None = False
     conversation: Never = None
     prompt: Never = None
+    background: Never = None
+    tool_choice: Any = None
+
+    @property
+    def calls(self) -> bool:
+        """The answer may ask for tools."""
+        return self.tool_choice != "none"
 
     def functions(self) -> list[dict[str, Any]] | None:
         """The tools, as chat templates want them. Raises `AgentError` for those that the policy cannot ask for."""
@@ -227,7 +234,7 @@ def _head(session: str, model: str, turn: Turn, asked: ResponsesRequest) -> dict
         "previous_response_id": asked.previous_response_id,
         "temperature": None,
         "text": asked.text or {"format": {"type": "text"}},
-        "tool_choice": "auto",
+        "tool_choice": "auto" if asked.calls else "none",
         "tools": asked.tools or [],
         "top_p": None,
         "truncation": "disabled",

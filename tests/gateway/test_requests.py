@@ -19,7 +19,7 @@ from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.doors import Doors
 from penstock.services.gateway.zmq_door import ZmqDoor
 from penstock.services.runtime.actor import ActorContext
-from tests.gateway.house import House
+from tests.gateway.house import CALLS, House
 from tests.gateway.test_doors import NO_KEYS, SAY, TOOL, group, opened, owners, served
 
 
@@ -117,6 +117,60 @@ def test_what_openais_schema_lets_be_null_may_be_null(house: House) -> None:
         return found
 
     assert served(house, agent)[1:4] == [2, 2, 3]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+def test_whoever_wants_no_call_hears_none_also_after_a_takeover(
+    tokenizers: dict[bool, Path], model: Any, path: str
+) -> None:
+    """The policy is told of the tools, so that the conversation goes on."""
+    house = House(tokenizers[True], model, tool_calls=CALLS)
+    house.desk.start(house.lease(0))
+    flat = {"type": "function", **TOOL["function"]}
+    asks: dict[str, dict[str, Any]] = {
+        "chat/completions": {"messages": SAY, "tools": [TOOL]},
+        "responses": {"input": SAY, "tools": [flat]},
+        "messages": {"messages": SAY, "tools": [{"name": "reveal", "input_schema": {}}], "max_tokens": 4},
+    }
+    none = {"type": "none"} if path == "messages" else "none"
+
+    async def agent(url: str) -> None:
+        async with httpx.AsyncClient(timeout=60) as http:
+            session = await opened(url, http)
+            for choice, called in ((None, True), (none, False)):
+                said = {**asks[path], "tool_choice": choice}
+                told = await http.post(f"{session['base_url']}/{path}", json=said)
+                assert (
+                    told.status_code == 200
+                    and (
+                        "reveal"
+                        in json.dumps(told.json().get("choices") or told.json().get("output") or told.json()["content"])
+                    )
+                    == called
+                )
+        before = house.desk._held[session["session"]].session.turns
+        house.open().start(house.lease(0))
+        after = (await house.desk.find(session["session"])).session.turns
+        assert [turn.message for turn in after.values()] == [turn.message for turn in before.values()]
+        assert before[0].tools == before[1].tools and "tool_calls" not in before[1].message
+
+    served(house, agent)
+
+
+def test_what_is_asked_for_as_it_is_anyway_is_not_refused(house: House) -> None:
+    chat = {"continue_final_message": False, "modalities": ["text"], "chat_template_kwargs": {}, "tool_choice": "auto"}
+    asks: list[tuple[str, dict[str, Any]]] = [
+        ("chat/completions", {"messages": SAY, **chat}),
+        ("responses", {"input": "ab", "background": False}),
+        ("completions", {"prompt": "ab", "n": 2, "best_of": 2}),
+    ]
+
+    async def agent(url: str) -> list[int]:
+        async with httpx.AsyncClient(timeout=60) as http:
+            base = (await opened(url, http))["base_url"]
+            return [(await http.post(f"{base}/{path}", json=body)).status_code for path, body in asks]
+
+    assert served(house, agent) == [200] * 3
 
 
 def test_the_zeromq_door_looks_at_messages_as_the_http_door_does(house: House) -> None:
