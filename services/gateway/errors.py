@@ -3,6 +3,7 @@ sentence for people."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +25,8 @@ class AgentError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the answer that says so."""
-        return {"Retry-After": f"{self.retry_s:g}"} if self.retry_s else {}
+        """Of the answer that says so. HTTP knows whole seconds alone."""
+        return {"Retry-After": f"{math.ceil(self.retry_s)}"} if self.retry_s else {}
 
     @property
     def body(self) -> dict[str, Any]:
@@ -65,7 +66,8 @@ class Refused(BaseModel):
 MEANINGS = {
     400: "the policy cannot be asked this",
     401: "the key is missing, or wrong",
-    404: "there is no such session, turn or response",
+    404: "there is no such path, session, turn, response or model",
+    405: "another method's path",
     408: "the request did not arrive in time",
     409: "the session is finished",
     410: "the session, or the run, is over",

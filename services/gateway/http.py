@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.security import APIKeyHeader, HTTPBearer
 from pydantic import ConfigDict, Field
+from starlette.exceptions import HTTPException
 
 from penstock.protocols.experience import FLOAT32_MAX
 from penstock.protocols.messages.agents import MOST_WAIT_S
@@ -107,6 +108,7 @@ def make_app(desk: Desk, model: str, access: Access) -> FastAPI:
     )  # fmt: skip
     app.add_exception_handler(AgentError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _nowhere)
     app.add_exception_handler(Exception, _failed)
     app.add_middleware(Bodies, access=access, largest=largest_body(desk.max_length, desk.config.pictures))
     app.include_router(_session_routes(desk))
@@ -187,6 +189,20 @@ async def _invalid(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     wrong = what_is_wrong(error.errors(), skip=1)  # all are of the body, the path or a header
     return JSONResponse(AgentError(422, "invalid_request", wrong).body, 422)
+
+
+async def _nowhere(request: Request, error: Exception) -> JSONResponse:
+    """What the framework itself refuses: a path that is none, or another method's."""
+    assert isinstance(error, HTTPException)
+    code, said = "invalid_request", str(error.detail)
+    if error.status_code in (404, 405):
+        code = "unknown_path"
+        said = (
+            f"there is no {request.method} {request.url.path[:200]} here: the base URL of OpenAI's clients is "
+            "…/s/SESSION/v1, of Anthropic's …/s/SESSION, or both less /s/SESSION where the API key says it; "
+            "GET /openapi.json has all paths"
+        )
+    return JSONResponse(AgentError(error.status_code, code, said).body, error.status_code, error.headers)
 
 
 async def _failed(_request: Request, error: Exception) -> JSONResponse:

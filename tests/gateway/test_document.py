@@ -73,7 +73,7 @@ def test_the_served_document_is_true(tokenizers: dict[bool, Path], model: Any, t
         return await asyncio.to_thread(play, url, session["session"])
 
     found = served(house, agent, owners(tmp_path, KEY))
-    assert len(found) == 18
+    assert len(found) == 20
     for label, codes in found.items():
         assert not codes[500], (label, codes)
     answered = [label for label, codes in found.items() if codes[200]]

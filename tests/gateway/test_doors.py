@@ -337,6 +337,39 @@ def test_agents_that_open_and_go_leave_nothing_behind(house: House) -> None:
     served(house, agent)
 
 
+def test_whoever_asks_at_a_path_that_is_none_is_told_which_there_are(house: House, tmp_path: Path) -> None:
+    async def agent(url: str) -> None:
+        async with httpx.AsyncClient(timeout=60) as http:
+            session = await opened(url, http)
+            for base in (f"{session['base_url']}/v1", url, f"{url}/nowhere"):
+                for ask in (http.post(f"{base}/chat/completions", json={"messages": SAY}), http.get(f"{base}/models")):
+                    told = await ask
+                    about = told.json()["error"]
+                    assert told.status_code == 404 and about["code"] == "unknown_path", told.text
+                    assert "…/s/SESSION/v1" in about["message"] and "/openapi.json" in about["message"]
+            other = await http.get(f"{session['base_url']}/chat/completions")
+            assert other.status_code == 405 and other.headers["allow"] == "POST"
+            assert other.json()["error"]["code"] == "unknown_path"
+
+    served(house, agent)
+
+
+def test_models_are_told_of_to_both_clients(house: House) -> None:
+    async def agent(url: str) -> None:
+        async with httpx.AsyncClient(timeout=60) as http:
+            session = await opened(url, http)
+        async with openai.AsyncOpenAI(base_url=session["base_url"], api_key="none") as client:
+            assert (await client.models.retrieve("policy")).id == "policy"
+            with pytest.raises(openai.NotFoundError, match="'policy' alone"):
+                await client.models.retrieve("gpt/4")
+        async with anthropic.AsyncAnthropic(base_url=url, api_key=session["session"]) as client_too:
+            (model,) = [each async for each in client_too.models.list()]
+            assert (model.id, model.type, model.display_name) == ("policy", "model", "policy")
+            assert (await client_too.models.retrieve("policy")).created_at.year == 1970
+
+    served(house, agent)
+
+
 async def _endless() -> AsyncIterator[bytes]:
     for _ in range(64):
         yield b" " * (1 << 20)

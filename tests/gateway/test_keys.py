@@ -74,9 +74,11 @@ def test_over_http_a_key_sees_its_own_sessions_and_takes_no_more_than_it_may(run
             several = await asyncio.gather(*(asked(alice, "/v1/sessions", {"wait_s": 0}) for _ in range(4)))
             more = several[0]
             assert {each.status_code for each in several} == {429} and more.json()["error"]["code"] == "quota"
-            assert float(more.headers["retry-after"]) > 0
+            assert int(more.headers["retry-after"]) > 0
             chat = f"/s/{opened['session']}/v1/chat/completions"
-            assert [(await asked(alice, chat, {"messages": SAY})).status_code for _ in range(3)] == [200, 200, 429]
+            turns = [await asked(alice, chat, {"messages": SAY}) for _ in range(3)]
+            assert [each.status_code for each in turns] == [200, 200, 429]
+            assert 0 < int(turns[-1].headers["retry-after"]) <= 60, "whole seconds, as HTTP has them"
             assert (await asked(bob, chat, {"messages": SAY})).status_code == 404, "not his"
             assert (await asked(bob, f"/v1/sessions/{opened['session']}/finish", {"reward": 1.0})).status_code == 404
             own = {"x-api-key": "right"}
