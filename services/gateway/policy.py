@@ -81,9 +81,9 @@ class Policy:
         parent = session.parent_of(said, told)
         added = said[len(parent.said) if parent else 0 :]
         pictures = self._shown(session, parent, added, files)
-        words = json.dumps([_words(each) for each in added], ensure_ascii=False)
-        self._check_size(words, "" if parent else told)
         try:
+            words = json.dumps([_words(each) for each in added], ensure_ascii=False)
+            self._check_size(words, "" if parent else told)
             if parent is None:
                 given = self._text.encode_chat(said, tools, pictures)
             else:
@@ -91,7 +91,7 @@ class Policy:
             return said, self._checked(session, Spliced(parent, given, added, pictures))
         except AgentError:
             raise
-        except Exception as error:  # a template may raise anything
+        except Exception as error:  # a template may raise anything, and what is nested too deep is not written out
             raise AgentError(400, "invalid_messages", f"the messages cannot be told to the model: {error}") from error
 
     def written_on(self, session: Session, text: str) -> Spliced:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from penstock.services.gateway.asking import Body, Listed, Never, Told, Tool, plain
 from penstock.services.gateway.chat import about, dumps
@@ -37,6 +38,16 @@ class ResponsesRequest(Body):
     prompt: Never = None
     background: Never = None
     tool_choice: Any = None
+
+    @model_validator(mode="after")
+    def _can_be_told_again(self) -> Self:
+        """What the answer repeats: JSON can say what UTF-8 cannot, and Python's more than JSON."""
+        for name in ("instructions", "tools", "text"):
+            try:
+                json.dumps(getattr(self, name), ensure_ascii=False, allow_nan=False).encode()
+            except (ValueError, RecursionError):
+                raise ValueError(f"{name}: it has NaN, half a character, or is nested too deep") from None
+        return self
 
     @property
     def calls(self) -> bool:

@@ -41,7 +41,7 @@ def canonical(message: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments or "{}")
-            except ValueError:
+            except (ValueError, RecursionError):
                 pass  # as the policy wrote it
         about: dict[str, Any] = {"name": function.get("name"), "arguments": {} if arguments is None else arguments}
         calls.append({"id": call.get("id"), "type": "function", "function": about})

@@ -112,3 +112,45 @@ def test_nobody_waits_for_a_session_without_end(house: House) -> None:
                 assert told.status_code == 422, told.text
 
     served(house, over_http)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+def test_arguments_that_are_nested_too_deep_are_text_or_refused(house: House, path: str) -> None:
+    """Also where they can be read and not be written, in the loop's own depth."""
+
+    def said(levels: int) -> dict[str, Any]:
+        called = {"name": "f", "arguments": '{"a": ' + "[" * levels + "]" * levels + "}"}
+        if path == "responses":
+            items = [{"type": "function_call", "call_id": "x", **called}, {"role": "user", "content": "b"}]
+            return {"input": items}
+        asked = {"role": "assistant", "tool_calls": [{"id": "x", "function": called}]}
+        return {"messages": [asked, {"role": "user", "content": "b"}]}
+
+    async def agent(url: str) -> None:
+        async with httpx.AsyncClient(timeout=60) as http:
+            base = (await opened(url, http))["base_url"]
+            for levels in (700, *range(900, 930), 100_000):
+                told = await http.post(f"{base}/{path}", json=said(levels))
+                assert told.status_code in (200, 400), (levels, told.text)
+
+    served(house, agent)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        '{"input": "a", "text": {"verbosity": "\\ud800"}}',
+        '{"input": "a", "text": {"verbosity": NaN}}',
+        '{"input": "a", "tools": [{"type": "function", "name": "f", "parameters": {"minimum": NaN}}]}',
+        '{"input": "a", "instructions": "\\ud800"}',
+    ],
+)
+def test_what_a_response_could_not_repeat_is_refused_before_it_is_asked(house: House, said: str) -> None:
+    async def agent(url: str) -> None:
+        async with httpx.AsyncClient(timeout=60) as http:
+            base = (await opened(url, http))["base_url"]
+            told = await http.post(f"{base}/responses", content=said, headers=JSON)
+            assert told.status_code == 422 and "half a character" in told.json()["error"]["message"], told.text
+
+    served(house, agent)
+    assert not house.asked
