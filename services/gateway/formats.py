@@ -8,13 +8,16 @@ fits.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import structlog
 
 from penstock.services.gateway.errors import AgentError
+from penstock.services.runtime.errors import SetupError
 from penstock.services.user_processes.pool import WorkerPool
 from penstock.services.user_processes.worker import Call, Program
 
@@ -26,6 +29,10 @@ WAIT_S = 20.0
 """That others' may take before."""
 MOST_BYTES = 64 << 10
 """Of a schema, as JSON."""
+BUSY_S = 5.0
+"""Before who could not be looked after asks again."""
+REMEMBERED = 4096
+"""Schemas that need no second look."""
 AHEAD = 8
 """Looks that the process has at once."""
 
@@ -56,6 +63,8 @@ class Forms:
 
     def __init__(self) -> None:
         self._pool: asyncio.Future[WorkerPool] | None = None
+        self._sound: OrderedDict[bytes, None] = OrderedDict()
+        """Digests of schemas that are some, the last that was asked for last."""
 
     async def read(self, wanted: Wanted) -> Form | None:
         """The form that is wanted; None where any will do. Raises `AgentError` where no form is meant, or a schema is
@@ -75,13 +84,29 @@ class Forms:
         text = json.dumps(schema)
         if len(text) > MOST_BYTES:
             raise AgentError(400, "invalid_schema", f"{key}: a schema has at most {MOST_BYTES:,} bytes")
+        await self._check(key, text)
+        return Form(self, text)
+
+    async def _check(self, key: str, schema: str) -> None:
+        """Raises `AgentError` where it is none."""
+        digest = hashlib.sha256(schema.encode()).digest()
+        if digest in self._sound:
+            self._sound.move_to_end(digest)
+            return
         try:
-            found = await self.look(text, ())
+            found = await self.look(schema, ())
+        except (SetupError, OSError) as error:  # others' take too long, or nobody can look: no fault of its own
+            log.warning("a schema could not be looked at", error=str(error))
+            raise AgentError(
+                503, "busy", f"{key}: the schema is not looked at yet: {error}; ask again", BUSY_S
+            ) from None
         except Exception as error:
             raise AgentError(400, "invalid_schema", f"{key}: the schema cannot be looked at: it {error}") from None
         if "wrong" in found:
             raise AgentError(400, "invalid_schema", f"{key}: not a JSON schema: {found['wrong']}")
-        return Form(self, text)
+        self._sound[digest] = None
+        if len(self._sound) > REMEMBERED:
+            self._sound.popitem(last=False)
 
     async def look(self, schema: str, texts: Sequence[str]) -> dict[str, Any]:
         """See `schema_check.SchemaCheck.start`. Raises what its process, or the time that it takes, does."""
@@ -93,7 +118,7 @@ class Forms:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), WAIT_S)
         except TimeoutError:
-            raise TimeoutError("had to wait for others that take long") from None
+            raise TimeoutError("others take long") from None
 
     def close(self) -> None:
         """Ends the process, if there is one."""

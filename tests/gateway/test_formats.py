@@ -15,6 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
+from penstock.services.gateway import formats
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.formats import Forms
 from penstock.services.gateway.replies import Replies
@@ -96,6 +97,28 @@ def test_a_schema_that_takes_for_ever_costs_whoever_has_sent_it(look: Looks, mon
     assert look(form(POINT), ['{"x": 3}']) == [True] and time.monotonic() - began < 15
     with pytest.raises(AgentError, match="at most 65,536 bytes"):
         look(form({"enum": ["x" * 70_000]}), [])
+
+
+def test_who_has_to_wait_for_others_schemas_is_told_to_ask_again_and_of_known_ones_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(formats, "WAIT_S", 1.0)
+
+    async def play() -> None:
+        forms = Forms()
+        try:
+            assert await forms.read(("response_format", form(POINT)))
+            slow = [asyncio.ensure_future(forms.look(json.dumps(nested(40)), ["1"])) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            assert await forms.read(("response_format", form(POINT))), "looked at before"
+            with pytest.raises(AgentError, match="ask again") as refused:
+                await forms.read(("response_format", form({"type": "array"})))
+            assert (refused.value.status, refused.value.code) == (503, "busy") and refused.value.headers["Retry-After"]
+            await asyncio.gather(*slow, return_exceptions=True)
+        finally:
+            await asyncio.to_thread(forms.close)
+
+    asyncio.run(play())
 
 
 def test_openais_client_asks_for_forms_and_is_told_whether_answers_fit(
