@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from penstock.services.gateway import messages
+from penstock.services.gateway.access import WHO
 from penstock.services.gateway.address import Session
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.openai_routes import Asked, judged, several
@@ -35,6 +36,8 @@ def anthropic_routes(desk: Desk, model: str) -> APIRouter:
     @routes.post("/count_tokens")
     async def count(session: Session, asked: messages.CountRequest) -> dict[str, int]:
         """How many tokens a conversation begins with."""
-        return {"input_tokens": desk.count(await desk.find(session), asked.said(), asked.functions())}
+        held = await desk.find(session)
+        WHO.get().take_turn()  # it takes the gateway as long
+        return {"input_tokens": desk.count(held, asked.said(), asked.functions())}
 
     return routes

@@ -19,8 +19,8 @@ SMALLEST, BYTES_A_TOKEN = 1 << 20, 64
 """Whatever the context; and many times what a token takes in JSON, with thoughts that are not told again."""
 HELD = 256 << 20
 """Bytes of all requests that are read or answered at once for those who come in by one named key."""
-TURNLESS = re.compile(r"/v1/sessions(/[^/]*/(reward|finish|abandon))?$|/count_tokens$")
-"""Paths of requests that are no turns."""
+TURNLESS = re.compile(r"/v1/sessions(/[^/]*/(reward|finish|abandon))?$")
+"""Paths of requests that are no turns, nor take as long to be read."""
 BODY_S = 60.0
 """For all of it to arrive."""
 

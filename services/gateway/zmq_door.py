@@ -19,7 +19,7 @@ from penstock.protocols.experience import as_bytes
 from penstock.protocols.keys import BrokerKeys
 from penstock.protocols.router_server import RouterServer
 from penstock.services.gateway.access import OWNER, WHO, Access, Visitor
-from penstock.services.gateway.bodies import LARGEST_SHOWN
+from penstock.services.gateway.bodies import HELD, LARGEST_SHOWN
 from penstock.services.gateway.chat import ChatRequest
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.errors import LEAVING, AgentError, what_is_wrong
@@ -144,17 +144,11 @@ class ZmqDoor:
         desk = self._desk
         if isinstance(message, m.AgentOpen):
             return await self._open(message.wait_s, identity)
-        if isinstance(message, m.AgentChat):
-            said = message.model_dump(include={"messages", "tools", "max_tokens", "stop"})
-            chat = _read(ChatRequest, said)
-            held = await desk.find(message.session)
-            about = (chat.said(), chat.functions(), chat.most, chat.stops)
-            return _reply(await desk.chat(held, *about, asked=Asking(key=message.request)))
-        if isinstance(message, m.AgentGenerate):
-            tokens = np.frombuffer(message.tokens.tobytes(), np.int32)
-            _read(Tokens, {"tokens": tokens.tolist(), "max_tokens": message.max_tokens})
-            held = await desk.find(message.session)
-            return _reply(await desk.generate(held, tokens, message.max_tokens, asked=Asking(key=message.request)))
+        if isinstance(message, m.AgentChat | m.AgentGenerate):
+            who = WHO.get()
+            who.check_turns()  # before anybody takes the time to read what is refused
+            with who.holds(_size_of(message), HELD):
+                return await self._turn(message)
         if isinstance(message, m.AgentReward):
             await desk.reward(message.session, message.reward, message.turn)
             return m.Ack()
@@ -166,6 +160,17 @@ class ZmqDoor:
             return m.Ack()
         raise AgentError(400, "unexpected", f"{type(message).__name__} is not for an agent to say")
 
+    async def _turn(self, message: m.AgentChat | m.AgentGenerate) -> m.AgentReply:
+        asked = Asking(key=message.request)
+        if isinstance(message, m.AgentGenerate):
+            tokens = np.frombuffer(message.tokens.tobytes(), np.int32)
+            _read(Tokens, {"tokens": tokens.tolist(), "max_tokens": message.max_tokens})
+            held = await self._desk.find(message.session)
+            return _reply(await self._desk.generate(held, tokens, message.max_tokens, asked=asked))
+        chat = _read(ChatRequest, message.model_dump(include={"messages", "tools", "max_tokens", "stop"}))
+        held = await self._desk.find(message.session)
+        return _reply(await self._desk.chat(held, chat.said(), chat.functions(), chat.most, chat.stops, asked=asked))
+
     async def _open(self, wait_s: float, identity: str) -> m.AgentOpened:
         held = await self._desk.open(wait_s, beats=True)
         if self._heard_at.get(identity, float("-inf")) < time.monotonic() - SILENT_S:
@@ -173,6 +178,17 @@ class ZmqDoor:
             raise AgentError(503, "no_session", "nothing was heard of who asked for a session; ask again", 1.0)
         lease, url, turn_s = held.work.lease, f"{self._base_url}/s/{held.id}/v1", self._desk.config.turn_s
         return m.AgentOpened(session=held.id, base_url=url, purpose=lease.purpose, task=lease.prompt, turn_s=turn_s)
+
+
+def _size_of(asked: Any) -> int:
+    """About so many bytes of what is asked, which may be large by its texts and pictures, or by how much there is."""
+    if isinstance(asked, m.AgentGenerate):
+        return len(asked.tokens)
+    if isinstance(asked, m.AgentChat):
+        return _size_of([asked.messages, asked.tools, asked.stop])
+    if isinstance(asked, dict):
+        return sum(map(_size_of, (*asked, *asked.values())))
+    return sum(map(_size_of, asked)) if isinstance(asked, list) else len(asked) if isinstance(asked, str | bytes) else 8
 
 
 def _bytes_of(answer: m.Message | None) -> int:

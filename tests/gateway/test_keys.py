@@ -16,16 +16,19 @@ from penstock.pipeline import cli
 from penstock.pipeline.harness.ack_server import ack_server
 from penstock.protocols import agent_client
 from penstock.protocols import keys as curve
+from penstock.protocols import messages as m
 from penstock.protocols.agent_client import AgentClient, AgentRefusedError, AsyncAgentClient
+from penstock.protocols.experience import as_bytes
 from penstock.protocols.keys import load_client
 from penstock.protocols.mailbox import DeadlineError, Mailbox, incarnation_of
 from penstock.protocols.messages import LedgerRequest
 from penstock.protocols.router_server import RouterServer
-from penstock.services.gateway import access, bodies
+from penstock.services.gateway import access, bodies, zmq_door
 from penstock.services.gateway.access import Access
 from penstock.services.gateway.zmq_door import ZmqDoor
 from tests.gateway.house import House
 from tests.gateway.test_doors import SAY, owners, served
+from tests.gateway.test_takeovers import late
 
 
 @pytest.fixture
@@ -149,6 +152,56 @@ def test_over_zeromq_a_key_opens_gateways_alone_until_it_is_taken_away(
             await asyncio.to_thread(door.close)
 
     house.run(agent)
+
+
+def test_over_zeromq_what_a_key_may_not_ask_is_not_read_either_nor_more_than_so_many_bytes(
+    run: Path, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys("add", str(run), "alice", "--turns-per-minute", "2", "--out", "alice.json")
+    monkeypatch.setattr(zmq_door, "HELD", 1000)
+    read: list[Any] = []
+    own = zmq_door._read
+    monkeypatch.setattr(zmq_door, "_read", lambda kind, said: (read.append(kind), own(kind, said))[1])
+
+    async def agent() -> None:
+        served_keys = load_client(run / "keys" / "client.json").to_serve()
+        door = ZmqDoor("tcp://127.0.0.1:*", house.desk, served_keys, Access(run, required=True))
+        door.start(asyncio.get_running_loop(), "http://here")
+        try:
+            async with AsyncAgentClient(door.address, keys="alice.json") as client:
+                session = await client.session()
+                slow = late(house)
+                first = asyncio.ensure_future(session.chat(SAY))
+                await asyncio.sleep(0.2)
+                large = m.AgentChat(session=session.id, request="a", messages=[{**SAY[0], "name": "b" * 1000}])
+                answer = await asyncio.wrap_future(client._line.ask(large, 5.0))
+                assert isinstance(answer, m.AgentRefused) and "1000 bytes at most" in answer.reason and len(read) == 1
+                slow.set()
+                await first
+                await session.generate(house.text.encode(session.task))
+                for asked in (
+                    m.AgentChat(session=session.id, request="b", messages=[]),
+                    m.AgentGenerate(session=session.id, request="c", tokens=as_bytes(b"")),
+                ):
+                    answer = await asyncio.wrap_future(client._line.ask(asked, 5.0))
+                    assert isinstance(answer, m.AgentRefused) and (answer.status, answer.code) == (429, "quota")
+                assert len(read) == 2
+        finally:
+            await asyncio.to_thread(door.close)
+
+    house.run(agent)
+
+
+def test_to_have_tokens_counted_is_a_turn(run: Path, house: House) -> None:
+    alice = http_key(keys("add", str(run), "alice", "--turns-per-minute", "2"))
+
+    async def agent(url: str) -> list[int]:
+        async with httpx.AsyncClient(timeout=60, base_url=url, headers=alice) as http:
+            session = (await http.post("/v1/sessions", json={})).json()["session"]
+            path = f"/s/{session}/v1/messages/count_tokens"
+            return [(await http.post(path, json={"messages": SAY})).status_code for _ in range(3)]
+
+    assert served(house, agent, owners(run, "right")) == [200, 200, 429]
 
 
 def test_a_named_key_does_not_open_the_broker(run: Path) -> None:
