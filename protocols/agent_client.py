@@ -13,6 +13,7 @@ import io
 import json
 import os
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -106,6 +107,7 @@ class _Asked:
         self._heard: int | None = None
         """The turn that was answered last, to whoever asks here."""
         line.take(self.id)
+        weakref.finalize(self, line.sessions.discard, self.id)  # dropped, nobody can end it: another is to have it
 
     def forget(self) -> None:
         """It is not said any more that somebody has this session: for one that the gateway knows no more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 from collections.abc import Awaitable, Callable
@@ -13,7 +14,8 @@ import httpx
 import numpy as np
 import pytest
 
-from penstock.protocols.agent_client import AgentClient, AgentRefusedError, AsyncAgentClient
+from penstock.protocols import agent_line
+from penstock.protocols.agent_client import AgentClient, AgentRefusedError, AsyncAgentClient, AsyncAgentSession
 from penstock.services.gateway import zmq_door
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.doors import Doors
@@ -234,6 +236,31 @@ def test_a_block_that_is_left_by_a_refusal_gives_its_session_back_where_there_is
 
     house.open().start(house.lease(1))
     by_zeromq(house, again)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_session_that_its_program_has_dropped_is_lost_and_one_that_it_has_is_not(
+    tokenizers: dict[bool, Path], model: Any, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    """The program lives on, and says so."""
+    monkeypatch.setattr(agent_line, "BEAT_S", 0.1)
+    house = House(tokenizers[True], model, tool_calls="none", lost_s=1.5)
+    house.desk.start(house.lease(0))
+
+    async def agent(client: AsyncAgentClient) -> None:
+        session: AsyncAgentSession | None = await client.session()
+        assert session and session.id == "train-0-0-0"
+        if not kept:
+            session = None
+        gc.collect()
+        for _ in range(30):
+            await asyncio.sleep(0.1)
+            house.desk.expire()
+        assert [row["session"] for row in house.desk.rows()] == ["train-0-0-0"] * kept
+        if not kept:
+            assert (await client.session(wait_s=0.5)).id == "train-0-0-1"
+
+    by_zeromq(house, agent)
 
 
 def test_a_body_is_read_of_those_alone_who_show_a_key(house: House, tmp_path: Path) -> None:
