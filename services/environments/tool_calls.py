@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from penstock.services.turns.tool_calls import between_tags
+from penstock.services.turns.tool_calls import aloud, between_tags
 
 Form = Literal["hermes", "json", "xml"]
 BEGIN = {"hermes": "<tool_call>", "xml": "<function="}
@@ -26,26 +26,9 @@ def calls_in(answer: str, form: Form, schemas: Mapping[str, Mapping[str, Any]]) 
     ['{"name": "add", "arguments": {"a": 1}}']
     """
     if form == "json":
-        return _in_json(answer) or _in_json(_aloud(answer))
-    found = between_tags(_aloud(answer))[1]
+        return _in_json(answer) or _in_json(aloud(answer))
+    found = between_tags(aloud(answer))[1]
     return found if form == "hermes" else [_of_xml(text, schemas) for text in found]
-
-
-def _aloud(answer: str) -> str:
-    """Without thoughts, but for those that stand in a call; also where the template has begun the first."""
-    ended = answer.find("</think>")
-    before = answer[: max(ended, 0)]
-    begun = "<think>" not in before and before.count("<tool_call>") == before.count("</tool_call>")
-    left, said = answer[ended + len("</think>") :] if ended >= 0 and begun else answer, ""
-    while (thought := left.find("<think>")) >= 0:
-        call = left.find("<tool_call>")
-        if 0 <= call < thought:
-            end = left.find("</tool_call>", call)
-            end = len(left) if end < 0 else end + len("</tool_call>")
-            said, left = said + left[:end], left[end:]
-            continue
-        said, left = said + left[:thought], left[thought:].partition("</think>")[2]
-    return said + left
 
 
 def _in_json(said: str) -> list[str]:

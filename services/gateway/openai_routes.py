@@ -19,6 +19,7 @@ from penstock.services.gateway.questions import Ask, Asking
 from penstock.services.gateway.session import Turn
 from penstock.services.gateway.waiting import STREAMED, answered
 from penstock.services.gateway.work import Held
+from penstock.services.turns.tool_calls import aloud
 
 
 async def _asking(
@@ -128,7 +129,7 @@ async def judged(form: Form | None, answers: Coroutine[Any, Any, list[Turn]]) ->
     """The ``answers``, once it is known whether they have the ``form``."""
     turns = await answers
     if form:
-        await form.judge([turn.message["content"] for turn in turns])
+        await form.judge([aloud(turn.message["content"]) for turn in turns])
     return turns
 
 

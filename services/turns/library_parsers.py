@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.services.runtime.errors import SetupError
 from penstock.services.turns.tokenizer import Tokenizer
-from penstock.services.turns.tool_calls import Call, Parser, Said
+from penstock.services.turns.tool_calls import Call, Parser, Said, behind_thoughts
 
 
 def of_template(text: Tokenizer, key: str) -> Parser:
@@ -49,10 +49,12 @@ def of_vllm(name: str, text: Tokenizer, key: str) -> Parser:
     def parse(said: Said) -> tuple[str, list[Call]]:
         tools = json.loads(said.tools) if said.tools else []
         request = protocol.ChatCompletionRequest(messages=[], model="", tools=tools or None)
-        found = made(plain, request.tools).extract_tool_calls(said.marked, request)
+        thoughts, words = behind_thoughts(said.marked)  # which vLLM's own server has another parser for
+        found = made(plain, request.tools).extract_tool_calls(words, request)
         if not found.tools_called:
             return said.text, []
-        return found.content or "", [_call(each.function.name, each.function.arguments) for each in found.tool_calls]
+        calls = [_call(each.function.name, each.function.arguments) for each in found.tool_calls]
+        return thoughts + (found.content or ""), calls
 
     return parse
 

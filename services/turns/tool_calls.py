@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from penstock.services.runtime.plugins import load_plugin
 
 log = structlog.get_logger()
 
+THINK, UNTHINK = "<think>", "</think>"
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 """How Hermes' and Qwen's chat templates ask for a call: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``."""
 
@@ -56,15 +58,61 @@ def between_tags(text: str) -> tuple[str, list[str]]:
     return "".join([*outside, text[end:]]), inside
 
 
+def thoughts_apart(text: str) -> list[tuple[bool, str]]:
+    """The parts of an answer, and of each whether it was only thought: up to ``</think>``, also where the template has
+    begun the first thoughts. Those that stand in a call are the call's.
+
+    >>> thoughts_apart("Add? </think>Well.<think>No.</think> 3")
+    [(True, 'Add? </think>'), (False, 'Well.'), (True, '<think>No.</think>'), (False, ' 3')]
+    """
+    parts: list[tuple[bool, str]] = []
+    begun, ended = 0, text.find(UNTHINK)
+    before = text[: max(ended, 0)]
+    if ended >= 0 and THINK not in before and before.count(OPEN) == before.count(CLOSE):
+        begun = ended + len(UNTHINK)
+        parts.append((True, text[:begun]))
+    thought, call = text.find(THINK, begun), text.find(OPEN, begun)
+    while thought >= 0:
+        if 0 <= call < thought:
+            behind = _behind(CLOSE, text, call)
+            thought, call = text.find(THINK, behind), text.find(OPEN, behind)
+            continue
+        parts.append((False, text[begun:thought]))
+        begun = _behind(UNTHINK, text, thought)
+        parts.append((True, text[thought:begun]))
+        thought = text.find(THINK, begun)
+        call = text.find(OPEN, begun) if 0 <= call < begun else call
+    return [(was, part) for was, part in [*parts, (False, text[begun:])] if part]
+
+
+def _behind(tag: str, text: str, start: int) -> int:
+    """Where the next ``tag`` ends; where there is none, the end."""
+    found = text.find(tag, start)
+    return len(text) if found < 0 else found + len(tag)
+
+
+def behind_thoughts(text: str) -> tuple[str, str]:
+    """The thoughts that an answer begins with, empty where there are none, and all behind them."""
+    said = itertools.dropwhile(lambda part: part[0] or part[1].isspace(), thoughts_apart(text))
+    behind = "".join(part for _, part in said)
+    return text.removesuffix(behind), behind
+
+
+def aloud(text: str) -> str:
+    """An answer without what was only thought."""
+    return "".join(part for thought, part in thoughts_apart(text) if not thought)
+
+
 def hermes(text: str) -> tuple[str, list[Call]]:
-    """Calls between ``<tool_call>`` and ``</tool_call>``, as JSON. Where one is not sound, all of it is text.
+    """Calls between ``<tool_call>`` and ``</tool_call>``, as JSON, but for those that were only thought of. Where one
+    is not sound, all of it is text.
 
     >>> hermes('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     ('Let me see.', [Call(name='add', arguments={'a': 1})])
     """
-    left, found = between_tags(text)
-    calls = []
-    for each in found:
+    parts = [(part, []) if thought else between_tags(part) for thought, part in thoughts_apart(text)]
+    left, calls = "".join(part for part, _ in parts), []
+    for each in (call for _, found in parts for call in found):
         try:
             said = json.loads(each)
             name, arguments = said["name"], said.get("arguments", {})

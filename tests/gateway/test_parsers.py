@@ -6,15 +6,18 @@ import asyncio
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from penstock.protocols.experience import as_bytes
 from penstock.services.environments.tools import Tools
+from penstock.services.gateway.formats import Forms
+from penstock.services.gateway.openai_routes import judged
 from penstock.services.gateway.replies import Replies
 from penstock.services.turns.tokenizer import Tokenizer
-from penstock.services.turns.tool_calls import Call, Said, between_tags, hermes
+from penstock.services.turns.tool_calls import Call, Said, aloud, behind_thoughts, between_tags, hermes
 from tests.gateway.house import House
 
 SAY = [{"role": "user", "content": "sort ba="}]
@@ -30,6 +33,51 @@ def spoiled(text: str) -> tuple[str, list[Any]]:
 
 def spoken(arguments: str, name: str = "add") -> str:
     return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("thoughts", "rest", "left"),
+    [
+        (f"<think>maybe {spoken('{}')}</think>", "\n3", None),
+        (f"maybe {spoken('{}')}</think>", "\n3", None),
+        (f"<think>maybe {spoken('{}')}", "", None),
+        (f"\n<think>maybe {spoken('{}', name='no')}</think>", f"Well. {spoken('{}')}", "Well."),
+        (f"maybe {spoken('{}', name='no')}</think>", f"{spoken('{}')}", ""),
+        ("<think></think>", f"Well.{spoken('{}')}<think>{spoken('{}')}</think>", f"Well.<think>{spoken('{}')}</think>"),
+    ],
+)
+def test_what_was_only_thought_calls_nothing_and_stays(
+    tokenizers: dict[bool, Path], thoughts: str, rest: str, left: str | None
+) -> None:
+    replies, text = Replies(Tokenizer(str(tokenizers[True])), "hermes"), thoughts + rest
+    found = (text, []) if left is None else ((thoughts + left).strip(), [Call("add", {})])
+    assert replies._parser(Said(text, text, json.dumps(TOOLS))) == found
+    assert behind_thoughts(text) == (thoughts, rest)
+
+
+def test_whether_an_answer_has_its_form_is_seen_behind_its_thoughts() -> None:
+    async def fits(*texts: str) -> list[bool | None]:
+        async def answers() -> Any:
+            return [SimpleNamespace(message={"content": text}) for text in texts]
+
+        forms = Forms()
+        try:
+            form = await forms.read(("response_format", {"type": "json_object"}))
+            await judged(form, answers())
+            return form.fits if form else []
+        finally:
+            await asyncio.to_thread(forms.close)
+
+    assert asyncio.run(fits('<think>{</think>\n{"a": 1}', '{ or }?</think>{"a": 1}', "<think>{}</think>3", "{}")) == [
+        True, True, False, True,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["<think>" * 200_000, "<think></think>" * 100_000, "</think>" * 200_000])
+def test_thoughts_are_looked_for_once(text: str) -> None:
+    began = time.monotonic()
+    assert hermes(text) == (text, []) and not aloud(text).startswith("<think>")
+    assert time.monotonic() - began < 1
 
 
 @pytest.mark.parametrize(
