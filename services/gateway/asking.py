@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from penstock.protocols.messages.base import MOST_WRONG
 from penstock.services.gateway.pictures import IMAGES, read_part
 
 TEXT = {"text", "input_text", "output_text", "refusal"}
@@ -23,8 +24,6 @@ UNREAD = {"thinking", "redacted_thinking", "reasoning"}
 """What a model has thought is not told to it again."""
 
 
-MOST_WRONG = 16
-"""Things that are wrong with a request, and are looked at one by one: there may be as many as it has bytes."""
 Item = TypeVar("Item")
 Listed = Annotated[list[Item], Field(fail_fast=True)]
 """A list that is not looked at behind the first item that is wrong."""
