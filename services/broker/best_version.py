@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+MEASURE = ("function", "name", "weight", "sources", "options", "columns", "whole_group", "last_turn")
+"""Of a reward function, what the number follows from."""
+
 
 def best(state: BrokerState, margin: float = 0.0) -> Best | None:
     """Of the evaluations so far; where they are losses, its score is one with its sign turned."""
@@ -70,16 +73,18 @@ def _by_loss(state: BrokerState) -> bool:
 
 def measure(state: BrokerState) -> str:
     """What evaluations are measured by, in short."""
-    said = json.dumps(state.settings.described.get("reward"), sort_keys=True, default=str)
+    reward = state.settings.described.get("reward") or {}
+    counted = [{key: said.get(key) for key in MEASURE} for said in reward.get("functions", ()) if said.get("weight", 1)]
+    said = json.dumps([counted, reward.get("columns")], sort_keys=True, default=str)
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
 def remember_measure(state: BrokerState, row: dict[str, Any]) -> None:
     """What was written down of `measure` by the broker before this one."""
     now = measure(state)
-    state.progress.measured_since = row.get("measured_since", -1)
+    state.progress.measured_since = row.get("measured_since", 0)
     if row.get("measured", now) != now:
-        state.progress.measured_since = max([state.groups.ledger.committed, *state.evaluation.steps.values()])
+        state.progress.measured_since = state.evaluation.made
         log.warning("rewards are other ones: evaluations so far count for no best version", step=row.get("step"))
 
 
@@ -100,8 +105,8 @@ def recall(state: BrokerState) -> None:
 
 def _course(state: BrokerState) -> list[tuple[int, float]]:
     """Step and score of each evaluation that counts."""
-    since = -1 if _by_loss(state) else state.progress.measured_since
-    return [each for each in _whole_course(state) if each[0] > since]
+    by = state.settings.prompts.best_by
+    return _whole_course(state) if _by_loss(state) else state.evaluation.course(by, state.progress.measured_since)
 
 
 def _whole_course(state: BrokerState) -> list[tuple[int, float]]:

@@ -117,8 +117,8 @@ class Progress:
     stop_reason: str | None = None
     early: str = ""
     """Why no more steps are taken, although the config asks for more."""
-    measured_since: int = -1
-    """Steps after which rewards were other ones: evaluations up to then are not compared with those that come."""
+    measured_since: int = 0
+    """So many evaluations were made before rewards were other ones: they are not compared with those that come."""
     error: str | None = None
     stall: str | None = None
     redoing: bool = False

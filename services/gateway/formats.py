@@ -113,7 +113,11 @@ class Forms:
         if self._pool is None:
             program = Program("penstock.services.gateway.schema_check:SchemaCheck", "", "response_format", LOOK_S, {})
             self._pool = asyncio.ensure_future(asyncio.to_thread(WorkerPool, program, 1, AHEAD))
-        pool = await asyncio.shield(self._pool)
+        try:
+            pool = await asyncio.shield(self._pool)
+        except (SetupError, OSError):
+            self._pool = None  # what was lacking may be there the next time
+            raise
         future = pool.submit(Call({"schema": schema, "texts": list(texts)}))
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), WAIT_S)

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
-import psutil
 import structlog
 import torch
 
@@ -35,6 +34,7 @@ from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.resting import Resting
 from penstock.services.modeling.routing import mixture_of
 from penstock.services.modeling.sight import resting_sight
+from penstock.services.runtime import allowance
 
 log = structlog.get_logger()
 
@@ -248,7 +248,7 @@ class ModelLearner:
             return when == "step"
         needed = 4 * sum(parameter.numel() for parameter in self.parameters.values())
         here = self.device.type == "cuda"
-        free = torch.cuda.mem_get_info(self.device)[0] if here else psutil.virtual_memory().available // self.world.size
+        free = torch.cuda.mem_get_info(self.device)[0] if here else allowance.memory()[1] // self.world.size
         return not self.world.max(float(needed > GRADIENT_SHARE * free))
 
 

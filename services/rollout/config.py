@@ -235,7 +235,7 @@ class RolloutConfig(Section):
     """Groups that one rollout holds at most, e.g. ``64``; 0: as many as fit the engine, and half as many again in its
     queue."""
 
-    timeout_s: float = Field(900.0, gt=0)
+    timeout_s: float = Field(900.0, ge=2)
     """Seconds. A rollout whose engine or environment has not come back for so long is ended; its log says where it was,
     what it was at is given to others, and it is started again, e.g. ``120`` on a GPU, where a step takes less than a
     second."""

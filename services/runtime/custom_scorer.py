@@ -60,7 +60,7 @@ class ScorerConfig(Section):
     """GPUs of its own for each process, e.g. ``1``."""
     groups_in_hand: int = Field(64, ge=1)
     """Groups that one process asks for at once."""
-    timeout_s: float = Field(900.0, gt=0)
+    timeout_s: float = Field(900.0, ge=2)
     """Seconds. A group that takes longer ends its process, which says where it was, and another one begins, e.g. ``60``
     for a class that asks a server."""
     options: dict[str, Any] = {}

@@ -24,6 +24,7 @@ from penstock.protocols.mailbox import DeadlineError
 from penstock.protocols.messages import Credit, HelloNeeded, Message, Score, Scores, Stop, Work, WorkItem
 from penstock.protocols.packed_groups import unpack_group
 from penstock.protocols.wire import WireError
+from penstock.services.runtime import health
 from penstock.services.runtime.actor import Actor, ActorContext
 from penstock.services.runtime.device_turn import LOOK_S, Guest
 from penstock.services.runtime.watchdog import ended_if_hung
@@ -184,6 +185,7 @@ class ScorerActor:
     def _begin(self, items: list[WorkItem]) -> None:
         tasks = list(self._left)
         for item in items:
+            health.beat()
             key = (item.purpose, item.number)
             wanted = [column for column in item.wanted if column not in self._open.get(key, ())]
             if not wanted:

@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from penstock.services.runtime import health
 
 LOOK_S = 1.0
+HELD_S = 30.0
+"""After so much more a process whose threads cannot run, since one never lets the others (Python's GIL), is ended all
+the same, by a timer that needs none."""
 EXIT_HUNG = 1
 
 
@@ -27,12 +30,14 @@ def ended_if_hung(name: str, limit_s: float, key: str = "") -> Iterator[None]:
         yield
     finally:
         over.set()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _watch(name: str, limit_s: float, key: str, over: threading.Event) -> None:
     turns, still_s, look_s = health.turns(), 0.0, min(LOOK_S, limit_s / 4)
     while True:
         asked = time.monotonic()
+        faulthandler.dump_traceback_later(limit_s + HELD_S, exit=True)
         if over.wait(look_s):
             return
         if health.turns() != turns:

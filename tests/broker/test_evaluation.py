@@ -100,6 +100,10 @@ def test_a_new_store_is_told_of_the_evaluations_before(tmp_path: Path, redis_url
     stage = Stage(tmp_path, redis_url, prompts=EVALUATED)
     state = stage.broker._state
     assert best_version.worth_keeping(state) == [8], "step 16 has no checkpoint, and is done again"
+    for label, step, reward, unusable in (("after", 9, 0.95, 0), ("after", 11, 0.1, 0), ("step 12", 12, 1.0, 30)):
+        row = {"label": label, "step": step, "reward": reward, "sets": {}, "prompts": 4, "unusable": unusable}
+        state.evaluation.recall(row)
+    assert best_version.worth_keeping(state) == [9], "of two ends the one before too, and none that says too little"
     stage.close()
 
 
@@ -111,7 +115,9 @@ def test_evaluations_by_other_rewards_are_no_rivals(tmp_path: Path, redis_url: s
     stage.broker._remember()
     state.store.commit()
     stage.close()
-    for described, best in ((rewards[0], 0.9), (rewards[1], None)):
+    watched = {"reward": {**rewards[0]["reward"], "workers": 8}}
+    watched["reward"]["functions"] = [*rewards[0]["reward"]["functions"], {"function": "length", "weight": 0}]
+    for described, best in ((rewards[0], 0.9), (watched, 0.9), (rewards[1], None)):
         again = Stage(tmp_path, redis_url, prompts=EVALUATED, described=described)
         state = again.broker._state
         found = best_version.best(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -10,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ import torch
 from penstock.protocols.experience import Sampling
 from penstock.services.modeling.weight_files import WeightFiles, save_in_parts
 from penstock.services.rollout.engines.base import Completion, EngineError, Request
+from penstock.services.rollout.engines.http import claim
 from penstock.services.rollout.engines.http import engine as module
 from penstock.services.rollout.engines.http.openai import OpenAIEngine
 from penstock.services.runtime.errors import SetupError
@@ -172,7 +175,36 @@ def test_a_server_that_answers_whenever_it_is_looked_at_reads_nothing_again(
     assert hear(engine)[0].tokens.tolist() == [OURS] and server.loads == 1
 
 
-def test_a_server_is_waited_for_and_is_one_rollouts_alone(tmp_path: Path) -> None:
+def test_a_server_that_was_replaced_while_the_rollout_was_stopped_reads_the_version_again(
+    engine: OpenAIEngine, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WATCH_S", 0.1)
+    time.sleep(2.5)  # from now on it is looked at so often
+    server.loads = 0  # as a new one has none
+    engine._quiet_since -= module.IDLE_S + 1  # in which nobody ran
+    time.sleep(0.5)
+    send(engine, 0)
+    assert hear(engine)[0].tokens.tolist() == [OURS] and server.loads == 1
+
+
+def test_a_line_that_breaks_after_a_long_answer_is_tried_again(engine: OpenAIEngine, server: Server) -> None:
+    engine.options = engine.options.model_copy(update={"start_s": 0.5})
+    answers, plain = iter([httpx.ReadError("gone"), httpx.ReadError("gone")]), engine.ask
+
+    async def ask(request: Request, seed: int) -> Any:
+        await asyncio.sleep(1.0)
+        if error := next(answers, None):
+            raise error
+        return await plain(request, seed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PAUSE_S", 0.2)
+        patch.setattr(engine, "ask", ask)
+        send(engine, 0)
+        assert hear(engine)[0].tokens.tolist() == [OURS]
+
+
+def test_a_server_is_waited_for_and_is_one_rollouts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = a_model()
     model.save_pretrained(tmp_path / "model")
     port = end(serve())
@@ -184,6 +216,7 @@ def test_a_server_is_waited_for_and_is_one_rollouts_alone(tmp_path: Path) -> Non
     timer.start()
     first = OpenAIEngine(options, str(tmp_path / "model"), "float32", {0})
     timer.join()
+    monkeypatch.setattr(claim, "LOCK_S", 0.1)
     with pytest.raises(SetupError, match="another rollout has http://127.0.0.1"):
         OpenAIEngine(options, str(tmp_path / "model"), "float32", {0})
     other = serve()

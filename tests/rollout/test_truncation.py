@@ -30,7 +30,8 @@ ROW = some.tuples(some.sampled_from([1.0, 0.3, 0.9]), some.sampled_from([0, 1, 7
 
 @given(some.lists(ROW, min_size=1, max_size=5), some.sampled_from([30, 300]), some.integers(0, 10))
 def test_it_is_what_sorting_everything_leaves(rows: list[tuple[float, int, float]], size: int, seed: int) -> None:
-    p = torch.randn(len(rows), size, generator=torch.Generator().manual_seed(seed)).mul(3).softmax(-1)
+    drawn = torch.randn(len(rows), size, generator=torch.Generator().manual_seed(seed)).mul(3)
+    p = drawn.bfloat16().float().softmax(-1)  # of which many are equal
     top_p, top_k, min_p = (torch.tensor(list(each)) for each in zip(*rows, strict=True))
     truncates = bool((top_p < 1).any()), bool((top_k > 0).any()), bool((min_p > 0).any())
     if not any(truncates):
@@ -42,3 +43,15 @@ def test_it_is_what_sorting_everything_leaves(rows: list[tuple[float, int, float
         found = sampling._truncate(p, *kept, likeliest)
     wanted = np.stack([ranked_whole(row, *how) for row, how in zip(p.numpy(), rows, strict=True)])
     np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-6)
+
+
+def test_what_a_row_keeps_follows_from_it_alone() -> None:
+    p = torch.randn(40, 8192, generator=torch.Generator().manual_seed(0)).bfloat16().float().softmax(-1)
+    alone = sampling._truncate(p, None, torch.full((40,), 5), None, 5)
+    both = torch.cat([torch.full((40,), 5), torch.tensor([200])])
+    beside = sampling._truncate(torch.cat([p, p[:1]]), None, both, None, 200)
+    assert torch.equal(beside[:40], alone)
+    among_all = sampling._truncate(
+        torch.cat([p, p[:1]]), torch.tensor([1.0] * 40 + [0.9]), torch.cat([both[:40], torch.tensor([0])]), None, None
+    )
+    assert torch.equal(among_all[:40], alone)

@@ -38,6 +38,16 @@ def test_a_process_whose_loop_hangs_ends_and_says_where_it_was() -> None:
     assert said.splitlines()[-1].startswith("rollout-0: its main loop hung for 1 s (rollout.timeout_s)")
 
 
+def test_one_whose_threads_never_run_is_ended_too() -> None:
+    """A search that goes back and forth keeps Python's lock all the while."""
+    held = LOOP.replace("time.sleep(float(sys.argv[2]))", "re.match('(a+)+$', 'a' * 40 + 'b')")
+    held = held.replace("with ended", "watchdog.HELD_S = 1.0\nwith ended").replace(
+        "import sys, time", "import re, sys, time\nfrom penstock.services.runtime import watchdog"
+    )
+    done = subprocess.run([sys.executable, "-c", held, "2"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and 'File "<string>", line' in done.stderr
+
+
 def test_one_that_turns_or_was_stopped_for_longer_goes_on() -> None:
     process = loop(12, 0)
     assert process.stdout

@@ -112,7 +112,10 @@ class Evaluation:
         """Label to the mean reward of each set."""
         self.steps: dict[str, int] = {}
         """Label to the step it was made at."""
-        self._made = 0
+        self.made = 0
+        """How many rounds there were."""
+        self._number: dict[str, int] = {}
+        """Label to which of them it was."""
         self._few: set[str] = set()
         """Labels of rounds of which fewer than `LEAST` had a reward."""
         for label, row in sorted(journal.rows(self.TABLE).items(), key=lambda item: item[1]["made"]):
@@ -170,18 +173,18 @@ class Evaluation:
 
     def recall(self, row: Mapping[str, Any]) -> None:
         """What metrics.jsonl says of an earlier round, where the store knows of none."""
-        kept = {"reward": row["reward"], "by_set": row["sets"], "step": row["step"], "made": self._made + 1}
-        self._keep(row["label"], kept)
-        self._journal.put(self.TABLE, row["label"], kept)
+        answered, unusable = row.get("prompts", 1), row.get("unusable", 0)
+        few = answered < LEAST * (answered + unusable)
+        self._put(row["label"], row["step"], row["reward"], row["sets"], few)
 
-    def course(self, by: str | None = None) -> list[tuple[int, float]]:
+    def course(self, by: str | None = None, after: int = 0) -> list[tuple[int, float]]:
         """Step and mean reward of each evaluation that has one, by step: over all prompts, or those of the set ``by``.
-        Of two after the same step the last one counts; one in which most prompts had no reward, whose judge was away
-        say, does not."""
+        Of two after the same step the last one counts, of which the first ``after`` rounds are none; one in which most
+        prompts had no reward, whose judge was away say, does not."""
         found = {label: self.by_set.get(label, {}).get(by) if by else reward for label, reward in self.results.items()}
         course: dict[int, float] = {}
         for label, reward in found.items():
-            if reward is not None and label not in self._few:
+            if reward is not None and label not in self._few and self._number[label] > after:
                 course[self.steps[label]] = reward
         return sorted(course.items())
 
@@ -190,20 +193,24 @@ class Evaluation:
         if not self.round.complete:
             return None
         finished, self.round = self.round, None
-        self._put_aside(finished)
-        row = {"reward": finished.mean(), "by_set": finished.means(), "step": finished.step, "made": self._made + 1}
-        row["few"] = sum(map(len, finished.rewards.values())) < LEAST * self.size
-        self._keep(finished.label, row)
-        self._journal.put(self.TABLE, finished.label, row)
+        few = sum(map(len, finished.rewards.values())) < LEAST * self.size
+        self._put(finished.label, finished.step, finished.mean(), finished.means(), few)
         return finished
 
-    def _put_aside(self, finished: Round) -> None:
+    def _put(self, label: str, step: int, reward: float | None, by_set: Mapping[str, float], few: bool) -> None:
+        self._put_aside(label, step)
+        row = {"reward": reward, "by_set": by_set, "step": step, "made": self.made + 1, "few": few}
+        self._keep(label, row)
+        self._journal.put(self.TABLE, label, row)
+
+    def _put_aside(self, label: str, made_at: int) -> None:
         """A run that goes on behind its end has another one ``after``: the one before is that of its step from now
         on."""
-        label, step = finished.label, self.steps.get(finished.label, finished.step)
-        if step == finished.step or (other := f"step {step}") in self.results:
+        step = self.steps.get(label, made_at)
+        if step == made_at or (other := f"step {step}") in self.results:
             return
-        row = {"reward": self.results[label], "by_set": self.by_set[label], "step": step, "made": self._made + 1}
+        row = {"reward": self.results[label], "by_set": self.by_set[label], "step": step, "made": self._number[label]}
+        row["few"] = label in self._few
         self._keep(other, row)
         self._journal.put(self.TABLE, other, row)
 
@@ -211,5 +218,6 @@ class Evaluation:
         for known in (self.results, self.by_set, self.steps):
             known.pop(label, None)  # what is measured again is the newest
         self.results[label], self.by_set[label], self.steps[label] = row["reward"], row["by_set"], row["step"]
-        self._made = row["made"]
+        self._number[label] = row["made"]
+        self.made = max(self.made, row["made"])
         (self._few.add if row.get("few") else self._few.discard)(label)

@@ -7,8 +7,6 @@ version is loaded, what is in flight is waited for, and what comes meanwhile wai
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import hashlib
 import os
 import re
 import shutil
@@ -19,7 +17,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import psutil
@@ -39,6 +37,7 @@ from penstock.services.rollout.engines.base import (
     RequestError,
     refuse_partial,
 )
+from penstock.services.rollout.engines.http.claim import claim
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install
 from penstock.services.runtime.settings import Section
@@ -49,11 +48,11 @@ log = structlog.get_logger()
 _OWNER = f"penstock-{socket.gethostname()}-"
 PAUSE_S = 10.0
 """The longest pause before a request is sent again."""
+OUTAGES = 3
+"""That one answer lives through."""
 WATCH_S, IDLE_S = 2.0, 5.0
 """A server of which nothing is wanted is looked at so often; and after so long without a word of it nobody would have
 seen that it went away and came back."""
-LOCK = "server-{}.lock"
-"""In the folder, one for each address: the rollout that has a server holds it."""
 DRAIN_POLL_S = 0.01
 KEPT = 2
 """Versions that stay in the folder: the one that serves, and the next one."""
@@ -144,7 +143,7 @@ class HttpEngine(AsyncEngine):
             # In a container that was started again this process has the number of the one before it.
             if match and (int(match[1]) == os.getpid() or not psutil.pid_exists(int(match[1]))):
                 shutil.rmtree(left, ignore_errors=True)
-        self.url, self._lock = _claim(options.url, self._folder)
+        self.url, self._lock = claim(options.url, self._folder)
         key = os.environ.get(options.key_env) if options.key_env else None
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         most = options.max_sequences + 1  # one for scores: what waits for a version takes all others when it is there
@@ -189,8 +188,9 @@ class HttpEngine(AsyncEngine):
                 await self.hello()
             except Exception:  # what is asked of it next says what is wrong
                 self._doubted = True
-            else:
-                self._quiet_since = time.monotonic()
+            # Nor does this one know of what happened while it did not run, or waited for long.
+            self._doubted = self._doubted or time.monotonic() - self._quiet_since > IDLE_S
+            self._quiet_since = time.monotonic()
 
     @abstractmethod
     async def hello(self) -> None:
@@ -294,15 +294,18 @@ class HttpEngine(AsyncEngine):
 
     async def _asked(self, request: Request, seed: int) -> Answer:
         """`ask`, again where the server was busy or the line broke."""
-        begun, attempt = time.monotonic(), 0
+        failing_since, attempt, outages = 0.0, 0, 0
         while True:
-            loads = -1
+            loads, asked_at = -1, time.monotonic()
             try:
                 await self._believe()
                 loads = self._loads
                 return await self.ask(request, seed)
             except self._passing as error:
-                if time.monotonic() - begun > self.options.start_s:
+                now = time.monotonic()
+                if not outages or now - asked_at > PAUSE_S:  # it has been at work for a while
+                    failing_since, attempt, outages = now, 0, outages + 1
+                if now - failing_since > self.options.start_s or outages > OUTAGES:
                     raise
                 log.warning("asking again", group=request.number, error=f"{type(error).__name__}: {error}")
                 if loads == self._loads and isinstance(error, self._gone):  # or it has been loaded since then
@@ -359,26 +362,6 @@ def _sound(path: str, reply: Any) -> Any:
     if reply.status_code in (502, 503, 504):
         raise _Away(said)
     raise _Busy(said) if reply.status_code == 429 else ValueError(said)
-
-
-def _claim(url: str | list[str], folder: Path) -> tuple[str, IO[str]]:
-    """The first address at which no other rollout loads its versions, and the lock that says so. Raises `SetupError`:
-    a server that two load versions into has now one's, now the other's."""
-    addresses = [url] if isinstance(url, str) else url
-    for address in addresses:
-        lock = (folder / LOCK.format(hashlib.sha256(address.encode()).hexdigest()[:16])).open("a")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            continue
-        except OSError:
-            pass  # a file system that knows no locks
-        return address, lock
-    raise SetupError(
-        f"rollout.engine.options.url: another rollout has {' and '.join(addresses) or 'none'}; name as many servers as "
-        "there are rollouts, e.g. [http://127.0.0.1:8000, http://127.0.0.1:8001], or use fewer rollouts"
-    )
 
 
 def ended_by_stop(reason: str) -> bool:

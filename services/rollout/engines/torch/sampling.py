@@ -94,10 +94,10 @@ def _truncate(
     size, every = probabilities.shape[-1], probabilities.sum(-1, keepdim=True)
     if likeliest is None and top_k is None and size > 4 * FIRST:  # a thousand tokens have nearly always enough
         likeliest = FIRST
-    ranked, order = probabilities.topk(min(likeliest or size, size))
+    ranked, order = _rank(probabilities, likeliest or size)
     if top_p is not None and top_k is None and not bool(((ranked.sum(-1) >= top_p * every[:, 0]) | (top_p >= 1)).all()):
         likeliest = None
-        ranked, order = probabilities.topk(size)
+        ranked, order = _rank(probabilities, size)
     if top_k is not None:
         place = torch.arange(ranked.shape[-1], device=ranked.device)[None]
         ranked = torch.where((top_k[:, None] == 0) | (place < top_k[:, None]), ranked, 0.0)
@@ -111,3 +111,18 @@ def _truncate(
         return kept
     whole = torch.ones_like(probabilities[:, 0], dtype=torch.bool) if top_k is None else top_k == 0
     return torch.where((whole if top_p is None else whole & (top_p >= 1))[:, None], probabilities, kept)
+
+
+def _rank(probabilities: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``count`` likeliest of each row, the likeliest first, and their ids. Of equal ones, as 16 bits have many, the
+    lower id goes before, so that what a row keeps follows from that row alone, whoever is beside it."""
+    if count >= probabilities.shape[-1]:
+        return probabilities.sort(dim=-1, descending=True, stable=True)
+    least = probabilities.topk(count).values[:, -1:]
+    wanted = probabilities >= least
+    if bool((wanted.sum(-1) > count).any()):
+        above, equal = probabilities > least, probabilities == least
+        wanted = above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= count - above.sum(-1, keepdim=True)))
+    order = wanted.nonzero()[:, 1].view(len(probabilities), count)
+    ranked, place = probabilities.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return ranked, order.gather(-1, place)
