@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,10 +24,12 @@ from penstock.services.broker.rules.evaluation import Evaluation, majority, pass
 from penstock.services.broker.rules.held_out_losses import HeldOutLosses
 from penstock.services.broker.rules.journal import Volatile
 from penstock.services.broker.scoring import _vote
+from penstock.services.broker.service import Broker
 from penstock.services.data.held_out import HeldOut
 from penstock.services.runtime.lines import read_lines
 from tests.broker.machine import Memory
 from tests.broker.test_broker import Stage
+from tests.broker.test_broker import settings as settings_of
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=10))
@@ -88,6 +91,11 @@ def test_a_round_of_which_few_prompts_had_a_reward_is_no_best(tmp_path: Path) ->
     assert evaluation.course() == [(10, 0.5)]
 
 
+def opened(folder: Path, url: str, **more: Any) -> Broker:
+    """One that has taken up its store, and serves nobody yet."""
+    return Broker(settings_of(folder, prompts=EVALUATED, **more), url)
+
+
 def test_a_new_store_is_told_of_the_evaluations_before(tmp_path: Path, redis_url: str) -> None:
     """Or the next one would be the best, and the checkpoint of the best one deleted."""
     rows = [
@@ -97,33 +105,31 @@ def test_a_new_store_is_told_of_the_evaluations_before(tmp_path: Path, redis_url
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for version in (8, 12):
         (tmp_path / "checkpoints" / f"step-{version:06d}").mkdir(parents=True)
-    stage = Stage(tmp_path, redis_url, prompts=EVALUATED)
-    state = stage.broker._state
+    state = opened(tmp_path, redis_url)._state
     assert best_version.worth_keeping(state) == [8], "step 16 has no checkpoint, and is done again"
     for label, step, reward, unusable in (("after", 9, 0.95, 0), ("after", 11, 0.1, 0), ("step 12", 12, 1.0, 30)):
         row = {"label": label, "step": step, "reward": reward, "sets": {}, "prompts": 4, "unusable": unusable}
         state.evaluation.recall(row)
     assert best_version.worth_keeping(state) == [9], "of two ends the one before too, and none that says too little"
-    stage.close()
+    state.router.close()
 
 
 def test_evaluations_by_other_rewards_are_no_rivals(tmp_path: Path, redis_url: str) -> None:
     rewards = [{"reward": {"functions": [{"function": name}]}} for name in ("number", "exact_match")]
-    stage = Stage(tmp_path, redis_url, prompts=EVALUATED, described=rewards[0])
-    state = stage.broker._state
+    broker = opened(tmp_path, redis_url, described=rewards[0])
+    state = broker._state
     state.evaluation.recall({"label": "step 2", "step": 2, "reward": 0.9, "sets": {}})
-    stage.broker._remember()
+    broker._remember()
     state.store.commit()
-    stage.close()
+    state.router.close()
     watched = {"reward": {**rewards[0]["reward"], "workers": 8}}
     watched["reward"]["functions"] = [*rewards[0]["reward"]["functions"], {"function": "length", "weight": 0}]
     for described, best in ((rewards[0], 0.9), (watched, 0.9), (rewards[1], None)):
-        again = Stage(tmp_path, redis_url, prompts=EVALUATED, described=described)
-        state = again.broker._state
+        state = opened(tmp_path, redis_url, described=described)._state
         found = best_version.best(state)
         assert (found.score if found else None) == best
         assert best_version.worth_keeping(state) == [2], "until there is one by the new rewards"
-        again.close()
+        state.router.close()
 
 
 def test_of_two_evaluations_of_the_same_version_one_counts() -> None:

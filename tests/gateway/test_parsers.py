@@ -77,7 +77,7 @@ def test_whether_an_answer_has_its_form_is_seen_behind_its_thoughts() -> None:
 def test_thoughts_are_looked_for_once(text: str) -> None:
     began = time.monotonic()
     assert hermes(text) == (text, []) and not aloud(text).startswith("<think>")
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 5, "looked for again behind each it would be minutes"
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_two_nccls_in_one_folder_are_an_error(nvml: FakeNvml, monkeypatch: pytes
 
 
 def test_host_memory_shared_memory_and_disk_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(total=128 << 30))
+    monkeypatch.setattr(machine.allowance, "memory", lambda: (128 << 30, 100 << 30))
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(total=64 << 30, free=64 << 30))
     config = load(Path("configs/grpo-70b.yaml"))
     needs = host_needs(config)

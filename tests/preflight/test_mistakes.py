@@ -498,7 +498,7 @@ MISTAKES = [
       overrides=["scorers={mine: {scorer: 'mine:Scorer', columns: {lags: trajectory}}}"]),
     m("a column with a metric's name", "scorers.mine.columns: 'entropy' is a metric of every step",
       overrides=["scorers={mine: {scorer: 'mine:Scorer', columns: {entropy: token}}}"]),
-    m("exact_match over whole rows", "reward.functions.0: exact_match", "set truth_key to the column with the answer",
+    m("exact_match over whole rows", "reward.functions.0: exact_match", "set truth_key to what has the answer",
       overrides=["prompts.train.truth_key=null", "model.warm_start.steps=0"]),
     m("no row with its answer", "none of the first 2 rows can be used; row 0: 'answer' is missing or null",
       files={"rows.jsonl": '{"question": "1+1=", "answer": null}\n{"question": "2+3="}\n'}),

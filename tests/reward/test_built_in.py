@@ -114,7 +114,7 @@ def test_the_last_number_is_read_as_people_write_it(answer: str, truth: str) -> 
 def test_no_truth_and_a_whole_row_are_nothing_to_compare_with(function: Callable[..., float]) -> None:
     with pytest.raises(TypeError, match="this prompt has none"):
         function("None", None, "1 + 1?")
-    with pytest.raises(TypeError, match="set truth_key to the column with the answer, one of question, answer"):
+    with pytest.raises(TypeError, match="set truth_key to what has the answer, one of question, answer"):
         function("4", {"question": "2 + 2?", "answer": "4"}, "2 + 2?")
 
 
