@@ -23,6 +23,7 @@ from penstock.services.gateway.asking import Body, Listed
 from penstock.services.gateway.bodies import Bodies, largest_body
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.errors import REFUSALS, AgentError, what_is_wrong
+from penstock.services.gateway.model_routes import model_routes
 from penstock.services.gateway.openai_routes import openai_routes
 from penstock.services.gateway.pictures import data_url
 from penstock.services.gateway.questions import Asking
@@ -112,7 +113,7 @@ def make_app(desk: Desk, model: str, access: Access) -> FastAPI:
     app.add_exception_handler(Exception, _failed)
     app.add_middleware(Bodies, access=access, largest=largest_body(desk.max_length, desk.config.pictures))
     app.include_router(_session_routes(desk))
-    for routes in (openai_routes(desk, model), anthropic_routes(desk, model)):
+    for routes in (model_routes(desk, model), openai_routes(desk, model), anthropic_routes(desk, model)):
         app.include_router(routes, prefix="/s/{session}", dependencies=[Depends(in_path)])
         app.include_router(routes)
     return app

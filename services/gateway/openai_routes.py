@@ -1,4 +1,4 @@
-"""What OpenAI's clients ask for: models, chat completions, completions, responses."""
+"""What OpenAI's clients ask for: chat completions, completions, responses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from penstock.services.gateway import chat, completions, responses
 from penstock.services.gateway.address import Session
 from penstock.services.gateway.desk import Desk
-from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.formats import Form
 from penstock.services.gateway.questions import Ask, Asking
 from penstock.services.gateway.session import Turn
@@ -37,21 +36,6 @@ Asked = Annotated[Asking, Depends(_asking)]
 def openai_routes(desk: Desk, model: str) -> APIRouter:
     """``model``: what the policy is called."""
     routes, replies = APIRouter(prefix="/v1", tags=["OpenAI"]), desk.replies
-    policy = _described(model)
-
-    @routes.get("/models")
-    async def models(session: Session) -> dict[str, Any]:
-        """The policy."""
-        await desk.find(session)
-        return {"object": "list", "data": [policy], "has_more": False, "first_id": model, "last_id": model}
-
-    @routes.get("/models/{name:path}")
-    async def one_model(session: Session, name: str) -> dict[str, Any]:
-        """The policy, by its name."""
-        await desk.find(session)
-        if name != model:
-            raise AgentError(404, "model_not_found", f"there is no model {name[:80]!r} here, but {model!r} alone")
-        return policy
 
     @routes.post("/chat/completions", response_model=None, responses=STREAMED)
     async def chat_completions(
@@ -105,12 +89,6 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         )
 
     return routes
-
-
-def _described(model: str) -> dict[str, Any]:
-    """The policy, in OpenAI's and in Anthropic's words."""
-    openais = {"object": "model", "created": 0, "owned_by": "penstock"}
-    return {"id": model, **openais, "type": "model", "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
 
 
 async def several(count: int, ask: Ask, asked: Asking, streamed: bool | None) -> list[Turn]:
