@@ -86,7 +86,7 @@ def test_thoughts_are_looked_for_once(text: str) -> None:
 def test_a_call_without_its_end_is_looked_for_once(text: str) -> None:
     began = time.monotonic()
     assert hermes(text) == (text, []) and between_tags(text) == (text, [])
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 5
 
 
 def test_calls_are_found_between_tags() -> None:

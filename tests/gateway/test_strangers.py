@@ -87,7 +87,7 @@ def test_a_message_of_which_everything_is_wrong_is_not_told_piece_by_piece() -> 
     began = time.monotonic()
     with pytest.raises(wire.WireError, match="AgentChat: 500,000 fields or items are wrong"):
         from_envelope(wire.Envelope("AgentChat", 1, 0, body))
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 3, "of each error it would be many seconds"
 
 
 def test_nobody_waits_for_a_session_without_end(house: House) -> None:
