@@ -80,7 +80,7 @@ def check_columns(config: Any) -> None:
         if top_of(name) is not None:
             raise ValueError(f"{key}: {name} is read by trainer.algorithm.distill alone, which names {top_of(name)}")
     for name in config.reward.columns:
-        if (column := table.by_name.get(name)) is None or column.scorer == "reward" or column in table.of_step:
+        if (column := table.by_name.get(name)) is None or column in table.of_step:
             weight = "a function's weight is reward.functions.N.weight"
             raise ValueError(f"reward.columns: {name} is no scorer's column, which alone may be added here; {weight}")
     _check_teachers(config)

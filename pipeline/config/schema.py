@@ -341,11 +341,6 @@ class Config(Section):
                 "trainer.algorithm.advantage: self_distillation shows a good answer in the prompt, and what agents and "
                 "environments are asked begins elsewhere; take another advantage"
             )
-        if self.with_critic and self.critic.warmup_steps >= self.trainer.steps:
-            raise ValueError(
-                f"critic.warmup_steps={self.critic.warmup_steps}: the policy stands still in these steps, of which "
-                f"there are trainer.steps={self.trainer.steps}; give fewer of the one, or more of the other"
-            )
         if self.with_critic and self.sampling.greedy_baseline:
             raise ValueError(
                 f"trainer.algorithm: advantage={algorithm.advantage.type} compares with greedy answers, of which a "

@@ -17,7 +17,7 @@ import yaml
 
 from penstock.pipeline.config import Config, ConfigError, dump
 from penstock.pipeline.config.passwords import HIDDEN
-from penstock.pipeline.launch.parts import PATIENCE_S, TAKEOVER_S, Part, head_arguments, member_arguments
+from penstock.pipeline.launch.parts import PATIENCE_S, Part, head_arguments, member_arguments
 from penstock.pipeline.resources.host import SHM, host_needs
 from penstock.services.runtime import registry
 
@@ -31,6 +31,9 @@ HEAD_GRACE_S, GRACE_S = 180, 60
 """From SIGTERM to SIGKILL: the step in hand and a checkpoint of it; what is finished becomes durable."""
 RESTARTS = 50
 """Of one pod in a run's whole life: each eviction or preemption is one, too."""
+FAILED_S = 900
+"""A run that has failed, and that its pod has not gone on with, is waited for so long by those that joined; then
+their Jobs are complete."""
 NODE_GONE_S = 30
 """A pod on a node that does not answer is given up after this."""
 LEAST_SHM = "8g"
@@ -292,7 +295,7 @@ def _waiting(options: Options, shm: str) -> Manifest:
 
 
 def _member(options: Options, part: Part, shm: str) -> Manifest:
-    command = [*member_arguments(options.folder, part, "$(POD_NAME)"), "--failed-patience", str(TAKEOVER_S)]
+    command = [*member_arguments(options.folder, part, "$(POD_NAME)"), "--failed-patience", str(FAILED_S)]
     command.append("weights.host=$(POD_IP)")
     return _container(options, _dashed(part.kind), command, shm) | {"resources": _resources(part)}
 

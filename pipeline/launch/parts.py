@@ -50,7 +50,9 @@ class Part:
     def words(self) -> str:
         """For people."""
         what = "the run" if self.kind == "head" else f"{self.tasks} x {self.each} {self.kind}"
-        return f"{what}: {self.cpus} CPUs{f', {self.gpus} GPUs' if self.gpus else ''}{' each' * (self.tasks > 1)}"
+        gpus = f", {self.gpus} GPUs" if self.gpus else ""
+        memory = f", {self.memory_gib} GiB for its models" if self.memory_gib else ""
+        return f"{what}: {self.cpus} CPUs{gpus}{memory}{' each' * (self.tasks > 1)}"
 
 
 def parts_of(config: Config, with_gpus: bool, each: int = 1) -> list[Part]:

@@ -144,8 +144,6 @@ def _script(folder: Path, workdir: Path, part: Part, options: list[str]) -> str:
         "--ntasks=1",
         f"--cpus-per-task={part.cpus}",
     ]
-    if part.memory_gib:
-        directives += [f"--mem={part.memory_gib}G"] * (not any(re.search(r"(?:^|\s)--mem", each) for each in options))
     if part.gpus:
         directives.append(f"--gres=gpu:{part.gpus}")
     members = shlex.quote(str(members_file(folder)))

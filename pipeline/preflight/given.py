@@ -20,9 +20,9 @@ def look_at_rows(config: Config, key: str, rows: Sequence[Prompt], report: Repor
         report.given[key] = list(rows)
         _add(key, [_lacks(key, prompt) for prompt in rows], report)
     elif rows and all(prompt.truth is None and prompt.answer is not None for prompt in rows):
-        report.problems.append(
+        report.notes.append(
             f"{key}: its rows have an answer and no truth: an answer is learned as it is where rollout.given.answers "
-            "says so, and a reward compares with the truth; call what is right truth"
+            "says so, and a reward that compares does so with the truth; if that is meant, call it truth"
         )
 
 

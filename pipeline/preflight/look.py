@@ -8,6 +8,7 @@ from penstock.pipeline.config import Config
 from penstock.pipeline.preflight import (
     algorithm,
     data,
+    engine,
     environment,
     gateway,
     gpus,
@@ -37,8 +38,8 @@ def look(config: Config, folder: Path, programs: bool = False, lacking: str = ""
     with without_hub(config, report):
         machine.look(config, folder, report)
         parts = (
-            gpus, data, pictures, model, lora, learners, rewards, sources, environment, gateway, algorithm, scorers,
-            trackers,
+            gpus, engine, data, pictures, model, lora, learners, rewards, sources, environment, gateway, algorithm,
+            scorers, trackers,
         )  # fmt: skip
         alone = bool(config.programs) and not programs
         if alone and lacking:

@@ -10,6 +10,8 @@ from penstock.services.rollout.config import HTTP_SEQUENCES, NoEngineConfig, Plu
 def longest_response(config: Config) -> int:
     """Tokens of a trajectory that may be sampled at most: in all its turns, and no more than an engine has room for."""
     rollout = config.rollout
+    if config.gateway.count and rollout.engine.max_length:  # a session may have any number of turns
+        return rollout.engine.max_length
     turns = rollout.environment.max_turns if rollout.environment else 1
     sampled = turns * rollout.sampling.max_new_tokens
     return min(sampled, rollout.engine.max_length or sampled)

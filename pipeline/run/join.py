@@ -45,8 +45,8 @@ def join(
 ) -> bool:  # fmt: skip
     """Runs ``count`` processes of ``kind`` (None: as many as this machine's GPUs take) until the run in ``folder`` is
     over; ``name`` tells them from other machines'. Returns whether it is: False where one of `ends` came first.
-    Raises `RunError` where the run has failed and nobody goes on with it for ``failed_patience_s``, or no broker of it
-    answered for ``patience_s``; and `ConfigError`."""
+    Raises `FailedError` where the run has failed and nobody goes on with it for ``failed_patience_s``, `NobodyError`
+    where no broker of it answered for ``patience_s``, and `ConfigError`."""
     if not folder.is_dir():
         check_run(folder)
     if (folder / "config.yaml").is_file():
@@ -63,6 +63,10 @@ def join(
 
 class NobodyError(RunError):
     """No broker of the run was at work for as long as there was patience."""
+
+
+class FailedError(RunError):
+    """The run has failed, and nobody has gone on with it."""
 
 
 class _Join:
@@ -102,7 +106,7 @@ class _Join:
         summary = read_summary(self._folder)
         assert summary
         if summary["outcome"] == "failed":
-            raise RunError(f"the run in {self._folder} has failed: {summary.get('error')}")
+            raise FailedError(f"the run in {self._folder} has failed: {summary.get('error')}")
         self._say(f"the run is complete: {summary['steps']} steps")
         return True
 

@@ -81,9 +81,9 @@ class Costs(Section):
 
     def draw_lengths(self, random: np.random.Generator, count: int, longest: int) -> np.ndarray:
         """int64 ``[count]``, with the mean that was asked for, though none is above ``longest``; those that were seen
-        are what they were."""
+        are what they were, but for that."""
         if self.lengths:
-            return np.maximum(random.choice(np.array(self.lengths), count), 1).astype(np.int64)
+            return np.clip(random.choice(np.array(self.lengths), count), 1, longest).astype(np.int64)
         found = draw(random, uncut(self.length, self.length_spread, longest), self.length_spread, count)
         return np.clip(np.rint(found), 1, longest).astype(np.int64)
 

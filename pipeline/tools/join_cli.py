@@ -35,7 +35,8 @@ def join(
         float, typer.Option(min=0, help="Seconds to wait for the run's broker: to begin, or to be back.")
     ] = 300.0,
     failed_patience: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait for somebody to go on with a run that has failed.")
+        float,
+        typer.Option(min=0, help="Seconds to wait for somebody to go on with a run that has failed; then exit code 0."),
     ] = 0.0,
 ) -> None:
     """Add this machine's processes to a run: rollouts, say. It ends with the run.
@@ -52,7 +53,7 @@ def join(
     or: penstock join /shared/runs/first-try rollout --count 2 weights.transport=snapshot
     """
     from penstock.pipeline.run.folder import named
-    from penstock.pipeline.run.join import NobodyError
+    from penstock.pipeline.run.join import FailedError, NobodyError
     from penstock.pipeline.run.join import join as join_run
     from penstock.pipeline.run.launcher import RunError
 
@@ -63,5 +64,7 @@ def join(
         over = join_run(RunConsole(), named(run), actor, count, mine, patience, overrides or [], failed_patience)
     except RunError as error:
         typer.echo(f"error: {visible(str(error))}\nlogs: {run / 'logs'}", err=True)
+        if failed_patience and isinstance(error, FailedError):
+            raise typer.Exit(0) from None
         raise typer.Exit(NOBODY if isinstance(error, NobodyError) else 1) from None
     raise typer.Exit(0 if over else 130)

@@ -62,4 +62,4 @@ def simulate(
     found = costs_of(like, costs, gpus, length, prompt, cost or ())
     if save:
         known.save(found(load(file, overrides)), save)
-    show(Console(width=max(WIDTH, Console(emoji=False).width)), file, overrides or (), found, vary or (), steps)
+    show(Console(width=max(WIDTH, Console().width), emoji=False), file, overrides or (), found, vary or (), steps)
