@@ -108,7 +108,7 @@ def test_an_evaluation_that_was_cut_short_is_begun_again(tmp_path: Path, redis_u
         | {"eval_every": 1}
     )
     stage = Stage(tmp_path, redis_url, prompts=asked)
-    stage.broker._state.evaluation.results["before"], stage.broker._state.evaluation.steps["before"] = 0.5, 0
+    stage.broker._state.evaluation.recall({"label": "before", "step": 0, "reward": 0.5, "sets": {}})
     train(stage, 1)
     until(lambda: stage.broker._state.evaluation.round, 5, "the evaluation")
     stage.close()
@@ -130,7 +130,7 @@ def test_an_evaluation_while_the_run_trains_waits_for_its_version_and_training_d
         | {"eval_every": 1}
     )
     stage = Stage(tmp_path, redis_url, prompts=asked)
-    stage.broker._state.evaluation.results["before"], stage.broker._state.evaluation.steps["before"] = 0.5, 0
+    stage.broker._state.evaluation.recall({"label": "before", "step": 0, "reward": 0.5, "sets": {}})
     rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
     reward.box.tell(m.Credit(total=1000))
     first = rollout.leases(2 * B)
