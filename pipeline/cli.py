@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
-from rich.console import Console
 
 from penstock.pipeline.bench.cli import bench
 from penstock.pipeline.config import ConfigError, TinyModel, load
 from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.launch.cli import launch
-from penstock.pipeline.report.console import RunConsole
+from penstock.pipeline.report.console import OwnConsole, RunConsole
 from penstock.pipeline.run.crashes import FULL
 from penstock.pipeline.tools.arguments import FILE, OVERRIDES
 from penstock.pipeline.tools.doctor_cli import doctor
@@ -275,7 +274,7 @@ def status(
     from penstock.pipeline.run.lock import came_to
     from penstock.pipeline.run.summary import finite
 
-    console = Console(emoji=False)
+    console = OwnConsole()
     over = came_to(run) if run and broker is None else None
     if run and over:
         if as_json:
@@ -301,7 +300,7 @@ def top(run: SOME_RUN = None, broker: BROKER = None, keys: KEYS = None) -> None:
     from penstock.pipeline.observe.client import find_broker, follow
     from penstock.pipeline.run.lock import came_to
 
-    console = Console(emoji=False)
+    console = OwnConsole()
     if run and broker is None and came_to(run):
         status(run)
         return
@@ -329,9 +328,9 @@ def explain_config(
     if markdown:
         typer.echo(page(), nl=False)
     elif key:
-        show_key(Console(emoji=False), key)
+        show_key(OwnConsole(), key)
     else:
-        show_sections(Console(emoji=False))
+        show_sections(OwnConsole())
 
 
 @app.command("algorithms")
@@ -342,7 +341,7 @@ def list_algorithms() -> None:
     """
     from penstock.pipeline.tools.algorithms import show
 
-    show(Console(emoji=False))
+    show(OwnConsole())
 
 
 @app.command()
@@ -354,7 +353,7 @@ def ledger(run: RUN, as_json: Annotated[bool, typer.Option("--json", help="A JSO
     """
     from penstock.pipeline.tools.ledger import show_ledger
 
-    show_ledger(Console(emoji=False), run, as_json)
+    show_ledger(OwnConsole(), run, as_json)
 
 
 @app.command()
@@ -372,7 +371,7 @@ def replay(
     """
     from penstock.pipeline.tools.recompute import recompute
 
-    raise typer.Exit(0 if recompute(Console(emoji=False), run, step) else 1)
+    raise typer.Exit(0 if recompute(OwnConsole(), run, step) else 1)
 
 
 @app.command()
@@ -389,7 +388,7 @@ def agents(
     if as_json:
         typer.echo(json.dumps(sessions(run)))
     else:
-        show(Console(emoji=False), run)
+        show(OwnConsole(), run)
 
 
 if __name__ == "__main__":

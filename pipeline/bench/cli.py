@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
-from rich.console import Console
 
 from penstock.pipeline.config import ConfigError
+from penstock.pipeline.report.console import OwnConsole
 
 bench = typer.Typer(help="Benchmarks, each beside a peer or a physical limit.", no_args_is_help=True)
 
@@ -62,11 +62,11 @@ def bench_generate(
     if engine == "vllm":
         from penstock.pipeline.bench.generate_vllm import bench as bench_vllm
 
-        bench_vllm(Console(emoji=False), model, requests, batch or 32, threads or 1, repeats, seed)
+        bench_vllm(OwnConsole(), model, requests, batch or 32, threads or 1, repeats, seed)
     elif engine == "torch":
         from penstock.pipeline.bench.generate import bench as bench_torch
 
-        bench_torch(Console(emoji=False), model, requests, batch or 128, threads or 2, repeats, seed)
+        bench_torch(OwnConsole(), model, requests, batch or 128, threads or 2, repeats, seed)
     else:
         raise ConfigError(f"--engine: {engine!r} is not one of: torch, vllm")
 
@@ -91,7 +91,7 @@ def bench_peers(
     if peer != "trl":
         raise ConfigError(f"--peer: {peer!r} is not one of: trl")
     check(config, "peers")
-    bench_trl(Console(emoji=False), config, folder, steps, list(range(seeds)), threads)
+    bench_trl(OwnConsole(), config, folder, steps, list(range(seeds)), threads)
 
 
 @bench.command("scoring")
@@ -115,7 +115,7 @@ def bench_scoring(
     check(config, "scoring")
     _numbers("--lags", lags.replace("/", ","))
     chosen = _chosen("--parts", parts, ("runs", "trl", "calls"))
-    run_bench(Console(emoji=False), config, folder, lags.split(","), steps, mean, chosen)
+    run_bench(OwnConsole(), config, folder, lags.split(","), steps, mean, chosen)
 
 
 @bench.command("gateway")
@@ -141,7 +141,7 @@ def bench_gateway(
 
     check(config, "gateway")
     chosen = _chosen("--parts", parts, ("load", "tools", "trl"))
-    run_bench(Console(emoji=False), config, folder, sessions, think, _numbers("--lags", lags), steps, tool, chosen)
+    run_bench(OwnConsole(), config, folder, sessions, think, _numbers("--lags", lags), steps, tool, chosen)
 
 
 @bench.command("lag")
@@ -168,7 +168,7 @@ def bench_lag(
     from penstock.pipeline.bench.lag import bench as run_bench
 
     chosen = _chosen("--corrections", corrections, CORRECTIONS)
-    run_bench(Console(emoji=False), config, folder, _numbers("--lags", lags), chosen, seeds, steps, rate)
+    run_bench(OwnConsole(), config, folder, _numbers("--lags", lags), chosen, seeds, steps, rate)
 
 
 @bench.command("broker")
@@ -183,7 +183,7 @@ def bench_broker(
     """
     from penstock.pipeline.bench.broker import bench as run_bench
 
-    run_bench(Console(emoji=False), _numbers("--rollouts", rollouts, 1), groups, tokens)
+    run_bench(OwnConsole(), _numbers("--rollouts", rollouts, 1), groups, tokens)
 
 
 @bench.command("weights")
@@ -206,7 +206,7 @@ def bench_weights(
     asked = [int(size) for size in _chosen("--sizes", sizes, [str(size) for size in SHAPES])]
     counts, over = _numbers("--receivers", receivers, 1), _chosen("--transports", transports, ("shm", "gloo"))
     chosen = _chosen("--parts", parts, ("transfer", "pause", "elastic", "sparse"))
-    run_bench(Console(emoji=False), asked, counts, over, threads, chosen)
+    run_bench(OwnConsole(), asked, counts, over, threads, chosen)
 
 
 @bench.command("memory")
@@ -238,11 +238,11 @@ def bench_memory(
     if grid:
         from penstock.pipeline.bench.memory_grid import bench as bench_grid
 
-        bench_grid(Console(emoji=False), paths, layers)
+        bench_grid(OwnConsole(), paths, layers)
         return
     from penstock.pipeline.bench.memory import bench as bench_peaks
 
-    bench_peaks(Console(emoji=False), paths)
+    bench_peaks(OwnConsole(), paths)
 
 
 @bench.command("trainer")
@@ -269,7 +269,7 @@ def bench_trainer(
 
     if peer not in (None, "trl"):
         raise ConfigError(f"--peer: {peer!r} is not one of: trl")
-    bench_step(Console(emoji=False), model, groups, n, tokens, repeats, threads, trl=peer == "trl")
+    bench_step(OwnConsole(), model, groups, n, tokens, repeats, threads, trl=peer == "trl")
 
 
 @bench.command("soak")
@@ -287,7 +287,7 @@ def bench_soak(
     """
     from penstock.pipeline.bench.soak import bench as run_bench
 
-    raise typer.Exit(0 if run_bench(Console(emoji=False), config, folder, steps, every) else 1)
+    raise typer.Exit(0 if run_bench(OwnConsole(), config, folder, steps, every) else 1)
 
 
 @bench.command("simulate")
@@ -302,4 +302,4 @@ def bench_simulate(
     """
     from penstock.pipeline.bench.simulate import bench as bench_runs
 
-    bench_runs(Console(emoji=False), config, folder, steps)
+    bench_runs(OwnConsole(), config, folder, steps)

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
-from rich.console import Console
 
 from penstock.pipeline.config import ConfigError, load
-from penstock.pipeline.report.console import RunConsole
+from penstock.pipeline.report.console import OwnConsole, RunConsole
 from penstock.pipeline.run.summary import read_summary
 from penstock.pipeline.tools.arguments import OVERRIDES
 
@@ -78,14 +77,14 @@ def on_slurm(
     from penstock.pipeline.launch.parts import parts_of
     from penstock.pipeline.launch.ready import look_at, make_ready, resolve
 
-    console = Console(emoji=False)
+    console = OwnConsole()
     file, overrides = _sorted(file, overrides, resume)
     config, origin, folder = resolve(console, Path(file) if file else None, overrides, resume, network)
     options = [f"--partition={partition}"] * bool(partition) + [f"--time={time}"] * bool(time) + (sbatch or [])
     parts = parts_of(config, slurm.offers_gpus(slurm.partitions(options)) if gpus is None else gpus, each)
     made = slurm.scripts(folder, Path.cwd(), parts, options)
     if dry_run:
-        look_at(Console(stderr=True, emoji=False), config, folder)
+        look_at(OwnConsole(stderr=True), config, folder)
         for name, text in made.items():
             typer.echo(f"# --- {folder / name}\n{text}")
         return
@@ -131,7 +130,7 @@ def on_ray(
     config, origin, folder = resolve(console, Path(file) if file else None, overrides, resume, network)
     parts = parts_of(config, gpus, each)
     if dry_run:
-        look_at(Console(stderr=True, emoji=False), config, folder)
+        look_at(OwnConsole(stderr=True), config, folder)
         for part in parts:
             console.print(part.words, highlight=False)
         return

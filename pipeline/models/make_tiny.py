@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import Progress
 
 from penstock.pipeline.config import Config, TinyModel
 from penstock.pipeline.models.tiny import build
+from penstock.pipeline.report.console import OwnConsole
 from penstock.services.data import open_source
 from penstock.services.runtime.files import sync
 
@@ -17,7 +17,7 @@ from penstock.services.runtime.files import sync
 def make_tiny(config: Config, folder: Path) -> None:
     """Makes the config's tiny model in ``folder``/model, with a progress bar. It is there once it is whole."""
     assert isinstance(config.model, TinyModel)
-    with Progress(console=Console(stderr=True, emoji=False)) as progress:
+    with Progress(console=OwnConsole(stderr=True)) as progress:
         task = progress.add_task("warm start", total=config.model.warm_start.steps)
 
         def advance(step: int, _steps: int, loss: float) -> None:

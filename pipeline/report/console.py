@@ -26,12 +26,16 @@ UNSAID = ("eval_loss", "eval_best_step")
 """Left out where there is none."""
 
 
-class RunConsole(Console):
-    """Of a command whose work goes on when nobody reads any more what it says, as behind ``| head``: `Console` itself
-    would end the process. Names of the user's stay as they are, :key: no less."""
+class OwnConsole(Console):
+    """On which names of the user's stay as they are, :key: no less."""
 
     def __init__(self, **how: Any) -> None:
         super().__init__(emoji=False, **how)
+
+
+class RunConsole(OwnConsole):
+    """Of a command whose work goes on when nobody reads any more what it says, as behind ``| head``: `Console` itself
+    would end the process."""
 
     def on_broken_pipe(self) -> None:
         """Says nothing from now on."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from penstock.pipeline.config import load
+from penstock.pipeline.report.console import OwnConsole
 from penstock.pipeline.tools.arguments import FILE, OVERRIDES
 
 doctor = typer.Typer(invoke_without_command=True)
@@ -23,7 +23,7 @@ def doctor_machine(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         from penstock.pipeline.tools.doctor import examine
 
-        raise typer.Exit(0 if examine(Console(emoji=False)) else 1)
+        raise typer.Exit(0 if examine(OwnConsole()) else 1)
 
 
 @doctor.command("engine")
@@ -41,4 +41,4 @@ def doctor_engine(
     """
     from penstock.pipeline.tools.doctor_engine import examine_engine
 
-    raise typer.Exit(0 if examine_engine(Console(emoji=False), load(file, overrides), prompts) else 1)
+    raise typer.Exit(0 if examine_engine(OwnConsole(), load(file, overrides), prompts) else 1)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from penstock.pipeline.config import ConfigError
+from penstock.pipeline.report.console import OwnConsole
 from penstock.protocols.keys import make_guest, save_client
 from penstock.services.runtime.files import write_whole
 
@@ -62,7 +62,7 @@ def add(
     )
     kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_whole(kept, key.model_dump_json() + "\n", mode=0o600)
-    console = Console(emoji=False)
+    console = OwnConsole()
     console.print(f"over HTTP: {shown}", soft_wrap=True, highlight=False)
     zmq = f'AgentClient("tcp://…", keys="{file}")' if guest else "gateway.bind is on the loopback, and asks for no keys"
     console.print(f"over ZeroMQ: {zmq}", soft_wrap=True, highlight=False, markup=False)
@@ -85,7 +85,7 @@ def list_keys(run: RUN) -> None:
             continue
         ends = f"{key.expires:%Y-%m-%d %H:%M} UTC" + ("" if key.valid else ", over") if key.expires else "–"
         table.add_row(file.stem, str(key.sessions or "–"), str(key.turns_per_minute or "–"), ends)
-    Console(emoji=False).print(table)
+    OwnConsole().print(table)
 
 
 @app.command()

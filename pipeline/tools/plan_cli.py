@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Optional
 
 import typer
-from rich.console import Console
 
 from penstock.pipeline.config import ConfigError, load
+from penstock.pipeline.report.console import OwnConsole
 from penstock.pipeline.resources.step_time import PROMPT
 from penstock.pipeline.tools.arguments import FILE, OVERRIDES
 
@@ -33,7 +33,7 @@ def plan_run(
     """
     from penstock.pipeline.tools.plan import show
 
-    if not show(Console(emoji=False), load(file, overrides), gpus, length, prompt):
+    if not show(OwnConsole(), load(file, overrides), gpus, length, prompt):
         raise typer.Exit(1)
 
 

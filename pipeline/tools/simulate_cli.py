@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
-from rich.console import Console
 
 from penstock.pipeline.config import load
+from penstock.pipeline.report.console import OwnConsole
 from penstock.pipeline.resources.step_time import PROMPT
 from penstock.pipeline.tools.arguments import FILE, OVERRIDES
 
@@ -62,4 +62,4 @@ def simulate(
     found = costs_of(like, costs, gpus, length, prompt, cost or ())
     if save:
         known.save(found(load(file, overrides)), save)
-    show(Console(width=max(WIDTH, Console().width), emoji=False), file, overrides or (), found, vary or (), steps)
+    show(OwnConsole(width=max(WIDTH, OwnConsole().width)), file, overrides or (), found, vary or (), steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,18 @@ def test_what_a_key_may_not_ask_is_not_read_and_its_requests_are_held_up_to_a_li
     served(house, agent, owners(run, "right"))
 
 
+@asynccontextmanager
+async def opened(run: Path, house: House) -> AsyncIterator[ZmqDoor]:
+    """The gateway's ZeroMQ door, which asks for keys."""
+    served_keys = load_client(run / "keys" / "client.json").to_serve()
+    door = ZmqDoor("tcp://127.0.0.1:*", house.desk, served_keys, Access(run, required=True))
+    door.start(asyncio.get_running_loop(), "http://here")
+    try:
+        yield door
+    finally:
+        await asyncio.to_thread(door.close)
+
+
 def test_over_zeromq_a_key_opens_gateways_alone_until_it_is_taken_away(
     run: Path, house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,24 +145,18 @@ def test_over_zeromq_a_key_opens_gateways_alone_until_it_is_taken_away(
     assert Path("alice.json").stat().st_mode & 0o777 == 0o600
 
     async def agent() -> None:
-        served_keys = load_client(run / "keys" / "client.json").to_serve()
-        door = ZmqDoor("tcp://127.0.0.1:*", house.desk, served_keys, Access(run, required=True))
-        door.start(asyncio.get_running_loop(), "http://here")
-        try:
-            async with AsyncAgentClient(door.address, keys="alice.json") as client:
-                session = await client.session()
+        async with opened(run, house) as door, AsyncAgentClient(door.address, keys="alice.json") as client:
+            session = await client.session()
+            await session.chat(SAY)
+            with pytest.raises(AgentRefusedError, match="holds 1 sessions at most"):
+                await client.session(wait_s=0)
+            own = load_client(run / "keys" / "client.json").to_reach()
+            async with AsyncAgentClient(door.address, keys=own) as owner:
+                other = await owner.session()
+                assert house.desk.rows()[1]["session"] == other.id and house.desk.rows()[0]["key"] == "alice"
+            keys("revoke", str(run), "alice")
+            with pytest.raises(AgentRefusedError, match="taken away"):
                 await session.chat(SAY)
-                with pytest.raises(AgentRefusedError, match="holds 1 sessions at most"):
-                    await client.session(wait_s=0)
-                own = load_client(run / "keys" / "client.json").to_reach()
-                async with AsyncAgentClient(door.address, keys=own) as owner:
-                    other = await owner.session()
-                    assert house.desk.rows()[1]["session"] == other.id and house.desk.rows()[0]["key"] == "alice"
-                keys("revoke", str(run), "alice")
-                with pytest.raises(AgentRefusedError, match="taken away"):
-                    await session.chat(SAY)
-        finally:
-            await asyncio.to_thread(door.close)
 
     house.run(agent)
 
@@ -164,30 +171,24 @@ def test_over_zeromq_what_a_key_may_not_ask_is_not_read_either_nor_more_than_so_
     monkeypatch.setattr(zmq_door, "_read", lambda kind, said: (read.append(kind), own(kind, said))[1])
 
     async def agent() -> None:
-        served_keys = load_client(run / "keys" / "client.json").to_serve()
-        door = ZmqDoor("tcp://127.0.0.1:*", house.desk, served_keys, Access(run, required=True))
-        door.start(asyncio.get_running_loop(), "http://here")
-        try:
-            async with AsyncAgentClient(door.address, keys="alice.json") as client:
-                session = await client.session()
-                slow = late(house)
-                first = asyncio.ensure_future(session.chat(SAY))
-                await asyncio.sleep(0.2)
-                large = m.AgentChat(session=session.id, request="a", messages=[{**SAY[0], "name": "b" * 1000}])
-                answer = await asyncio.wrap_future(client._line.ask(large, 5.0))
-                assert isinstance(answer, m.AgentRefused) and "1000 bytes at most" in answer.reason and len(read) == 1
-                slow.set()
-                await first
-                await session.generate(house.text.encode(session.task))
-                for asked in (
-                    m.AgentChat(session=session.id, request="b", messages=[]),
-                    m.AgentGenerate(session=session.id, request="c", tokens=as_bytes(b"")),
-                ):
-                    answer = await asyncio.wrap_future(client._line.ask(asked, 5.0))
-                    assert isinstance(answer, m.AgentRefused) and (answer.status, answer.code) == (429, "quota")
-                assert len(read) == 2
-        finally:
-            await asyncio.to_thread(door.close)
+        async with opened(run, house) as door, AsyncAgentClient(door.address, keys="alice.json") as client:
+            session = await client.session()
+            slow = late(house)
+            first = asyncio.ensure_future(session.chat(SAY))
+            await asyncio.sleep(0.2)
+            large = m.AgentChat(session=session.id, request="a", messages=[{**SAY[0], "name": "b" * 1000}])
+            answer = await asyncio.wrap_future(client._line.ask(large, 5.0))
+            assert isinstance(answer, m.AgentRefused) and "1000 bytes at most" in answer.reason and len(read) == 1
+            slow.set()
+            await first
+            await session.generate(house.text.encode(session.task))
+            for asked in (
+                m.AgentChat(session=session.id, request="b", messages=[]),
+                m.AgentGenerate(session=session.id, request="c", tokens=as_bytes(b"")),
+            ):
+                answer = await asyncio.wrap_future(client._line.ask(asked, 5.0))
+                assert isinstance(answer, m.AgentRefused) and (answer.status, answer.code) == (429, "quota")
+            assert len(read) == 2
 
     house.run(agent)
 
