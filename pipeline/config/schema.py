@@ -369,10 +369,10 @@ class Config(Section):
 
 def _check_judged(config: Config) -> None:
     """Raises `ValueError` where tools are called, and nobody says what the answer was worth."""
-    judges = [f for f in config.reward.functions if f.weight and f.function != ENVIRONMENT] or config.reward.columns
+    judges = [f for f in config.reward.functions if any(f.terms.values()) and f.function != ENVIRONMENT]
     reads = config.trainer.algorithm.advantage.type not in ("none", "distillation", "custom")
     environment = config.rollout.environment
-    if environment and environment.tools and reads and not judges:
+    if environment and environment.tools and reads and not (judges or config.reward.columns):
         raise ValueError(
             "reward.functions: the environment `tools` gives no reward, and nobody else is named to judge the answer; "
             "give a function, e.g. reward.functions=[{function: exact_match}]"

@@ -89,7 +89,7 @@ def _try(function: FunctionConfig, index: int, table: ColumnTable, rows: list[Pr
 
 def _called(
     pool: WorkerPool, function: FunctionConfig, table: ColumnTable, row: Prompt
-) -> tuple[list[str], list[Future[float]]]:
+) -> tuple[list[str], list[Future[list[float]]]]:
     """The answers to ``row`` that it was tried on, and a call for each."""
     known = isinstance(row.truth, str | int | float) and not isinstance(row.truth, bool)
     answers = [answer for answer in (as_text(row.truth) if known else None, ANSWER) if answer]
@@ -101,17 +101,26 @@ def _called(
     return (answers if len(calls) == len(answers) else answers[:1]), calls
 
 
-def _given(key: str, function: FunctionConfig, row: Prompt, answers: list[str], calls: list[Future[float]]) -> str:
+def _given(
+    key: str, function: FunctionConfig, row: Prompt, answers: list[str], calls: list[Future[list[float]]]
+) -> str:
     """What the function gave for each answer that it was tried on; empty where it gave nothing."""
     given = [
-        f"{call.result():g} for {'the truth' if answer != ANSWER else repr(answer)}"
+        f"{_told(function, call.result())} for {'the truth' if answer != ANSWER else repr(answer)}"
         for answer, call in zip(answers, calls, strict=True)
         if call.done() and not call.exception()
     ]
     return f"{key}: {function.function}, called on row {row.index}, gave {', '.join(given)}" * bool(given)
 
 
-def _judge(key: str, function: FunctionConfig, row: Prompt, answers: list[str], calls: list[Future[float]]) -> str:
+def _told(function: FunctionConfig, numbers: list[float]) -> str:
+    first, *more = (f"{number:g}" for number in numbers)
+    return first + (f" ({', '.join(map(' '.join, zip(function.also, more, strict=True)))})" if more else "")
+
+
+def _judge(
+    key: str, function: FunctionConfig, row: Prompt, answers: list[str], calls: list[Future[list[float]]]
+) -> str:
     failed = [(a, call.exception()) for a, call in zip(answers, calls, strict=True) if call.done() and call.exception()]
     if not failed:
         late = sum(not call.done() for call in calls)
@@ -122,7 +131,8 @@ def _judge(key: str, function: FunctionConfig, row: Prompt, answers: list[str], 
     of_source = f" of {row.source!r}" * bool(row.source)
     words = f"{key}: {function.function}, called on row {row.index}{of_source} with the answer {answer[:60]!r}, {error}"
     if len(failed) == len(calls):
-        remedy = f"raise {key}.timeout_s" if "timed out" in str(error) else "it is to return a finite number"
+        numbers = "these, each finite" if function.also else "a finite number"
+        remedy = f"raise {key}.timeout_s" if "timed out" in str(error) else f"it is to return {numbers}"
         raise SetupError(f"{words}; {remedy}, or set {key}.trial=false, which does not try it")
     return f"{words}; such an answer has no reward"
 

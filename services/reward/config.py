@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from penstock.protocols.columns import REWARD
 from penstock.services.runtime.settings import Section
@@ -25,9 +25,12 @@ TIMEOUT_S, TESTS_TIMEOUT_S = 10.0, 120.0
 HANDLER = "penstock.services.reward.function:RewardFunction"
 GROUP_HANDLER = "penstock.services.reward.function:GroupRewardFunction"
 
+_Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")]
+
 
 class FunctionConfig(Section):
-    """One reward function, plain or async: it returns a number, and is given what it asks for by name, out of
+    """One reward function, plain or async: it returns a number, or several (`also`), and is given what it asks for by
+    name, out of
     ``response``, ``response_tokens``, ``turns``, ``truth``, ``source``, ``prompt``, ``messages``, ``finish_reason``,
     ``group``, ``sample``, ``step``, ``pictures``, the columns below, and the options."""
 
@@ -35,11 +38,15 @@ class FunctionConfig(Section):
     """A name of the registry (choice, code_tests, exact_match, f1, judge, length, math_verify, number, overlong,
     reasoning_gym, regex, repetition; see docs/scoring.md), ``environment`` for what `rollout.environment` gave, or
     ``module:function`` of your own, e.g. ``my_rewards:judge``."""
-    name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$")
+    name: _Name | None = None
     """What it is called in metrics and report: its column is ``reward/NAME``. null: the function's own name. Two
     entries with one function need names, e.g. ``strict``."""
     weight: float = 1.0
     """The reward is the sum of all functions, each times its weight. 0: only watched, e.g. a length."""
+    also: dict[_Name, float] = {}
+    """Further numbers that it returns beside its reward, each with its weight in the sum, e.g. ``{correct: 0, brief:
+    0.1}``: it returns a dict with ``score``, which is its reward, and these; true counts as 1. Each is a column of its
+    own, ``reward/NAME.correct``, as another function's would be."""
     sources: list[str] = []
     """Sources of prompts that it is asked for, e.g. ``[math, aime]``: names of `prompts.train.sources`, and of sets of
     `prompts.eval` (a row of a mixture there has its own source's). The reward of a prompt is the sum of the functions
@@ -74,13 +81,19 @@ class FunctionConfig(Section):
             raise ValueError(f"{value!r} is neither module:function nor one of {names}")
         return value
 
+    @model_validator(mode="after")
+    def _returns_several(self) -> FunctionConfig:
+        if self.also and self.function == ENVIRONMENT:
+            raise ValueError("also: what an environment gave is one number; take it out")
+        return self
+
     def program(self, key: str) -> Program:
         """For a worker; ``key`` is where it stands in the config."""
         function = REGISTRY.get(self.function, self.function)
         columns = [name.replace("/", "_") for name in self.columns]
         handler = GROUP_HANDLER if self.whole_group else HANDLER
         timeout_s = self.timeout_s or (TESTS_TIMEOUT_S if self.function == "code_tests" else TIMEOUT_S)
-        return Program(handler, function, key, timeout_s, self.options, columns)
+        return Program(handler, function, key, timeout_s, self.options, columns, list(self.also))
 
     @property
     def reads_last_turn(self) -> bool:
@@ -89,8 +102,13 @@ class FunctionConfig(Section):
 
     @property
     def column(self) -> str:
-        """The column that it writes."""
+        """The column of its reward."""
         return f"{REWARD}/{self.name or self.function.rpartition(':')[2]}"
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Every column that it writes, its reward's first, with its weight."""
+        return {self.column: self.weight} | {f"{self.column}.{name}": weight for name, weight in self.also.items()}
 
 
 class RewardConfig(Section):
@@ -113,7 +131,7 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _named_apart(self) -> RewardConfig:
-        columns = [function.column for function in self.functions]
+        columns = [column for function in self.functions for column in function.terms]
         twice = sorted({column for column in columns if columns.count(column) > 1})
         if twice:
             raise ValueError(f"two functions write the column {twice[0]}; give each a name of its own")

@@ -15,6 +15,8 @@ OFFERED = (
     "step", "pictures",
 )  # fmt: skip
 """What a function may ask for by name, beside its options and the columns that its config names."""
+SCORE = "score"
+"""Of a function that returns several numbers, the name of its reward."""
 
 
 def of_prompt(prompt: Prompt) -> dict[str, Any]:
@@ -41,7 +43,7 @@ class RewardFunction:
         self.is_async = inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(
             getattr(self.call, "__call__", None)  # noqa: B004 - an object whose __call__ is async
         )
-        self.options, self.timeout_s = program["options"], program["timeout_s"]
+        self.options, self.timeout_s, self._also = program["options"], program["timeout_s"], program["also"]
         self.asks = self._asks([*OFFERED, *program["columns"]])
 
     def _asks(self, offered: list[str]) -> list[str]:
@@ -66,19 +68,34 @@ class RewardFunction:
         return self.call(**arguments, **self.options)
 
     def answer(self, value: Any) -> dict[str, Any]:
-        """See `Handler.answer`: a number, finite and no more than float32 holds."""
-        try:
-            reward = float(value)
-        except (TypeError, ValueError):
-            remedy = (
-                "; of several values each is a function, or a column of a scorer" if isinstance(value, dict) else ""
-            )
-            return {"error": f"returned {type(value).__name__}, not a number{remedy}"}
-        except OverflowError:
-            return {"error": f"returned {type(value).__name__} that no float holds"}
-        if not math.isfinite(reward) or abs(reward) > FLOAT32_MAX:
-            return {"error": f"returned {reward}"}
-        return {"value": reward}
+        """See `Handler.answer`: its reward, and behind it the numbers that `also` names, each finite and no more than
+        float32 holds."""
+        several = value if isinstance(value, Mapping) else {SCORE: value}
+        if self._also and several is not value:
+            names = ", ".join([SCORE, *self._also])
+            return {"error": f"returned {type(value).__name__}, not a dict with {names} (its key `also`)"}
+        numbers = []
+        for name in [SCORE, *self._also]:
+            if name not in several:
+                return {"error": f"returned a dict without {name!r}"}
+            try:
+                numbers.append(_number(several[name]))
+            except ValueError as error:
+                return {"error": f"returned {error}" + (f" for {name!r}" if several is value else "")}
+        return {"value": numbers}
+
+
+def _number(value: Any) -> float:
+    """Raises `ValueError`, which says what else it is."""
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{type(value).__name__}, not a number") from None
+    except OverflowError:
+        raise ValueError(f"{type(value).__name__} that no float holds") from None
+    if not math.isfinite(found) or abs(found) > FLOAT32_MAX:
+        raise ValueError(str(found))
+    return found
 
 
 class GroupRewardFunction(RewardFunction):

@@ -20,13 +20,13 @@ def together(offered: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {name: first[name] if name in OF_GROUP else [each[name] for each in offered] for name in first}
 
 
-def apart(call: Future[list[dict[str, Any]]], size: int) -> list[Future[float]]:
-    """The reward of each of ``size`` answers, or why it has none, of a call that is done."""
+def apart(call: Future[list[dict[str, Any]]], size: int) -> list[Future[list[float]]]:
+    """The numbers of each of ``size`` answers, or why it has none, of a call that is done."""
     error = call.exception()
     found = [] if error else call.result()
     if not error and len(found) != size:
         error = ValueError(f"returned {len(found)} numbers for {size} answers")
-    several: list[Future[float]] = [Future() for _ in range(size)]
+    several: list[Future[list[float]]] = [Future() for _ in range(size)]
     for place, each in enumerate(several):
         if error:
             each.set_exception(error)

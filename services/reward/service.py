@@ -1,4 +1,4 @@
-"""The reward scorer: a column for each reward function, a call for each trajectory."""
+"""The reward scorer: a column for each number of a reward function, a call for each trajectory."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ LATE = " late"
 
 
 class Reward:
-    """Runs reward functions. A column is answered when its own calls are done, whatever the others do."""
+    """Runs reward functions. One's columns are answered when its own calls are done, whatever the others do."""
 
     def __init__(self, config: RewardConfig, workers: int, group_size: int) -> None:
         self._limit, self._group_size = config.concurrency, group_size
         self._functions = {function.column: function for function in config.functions}
+        self._written_by = {column: function.column for function in config.functions for column in function.terms}
         programs = {
             function.column: function.program(f"reward.functions.{index}")
             for index, function in enumerate(config.functions)
@@ -56,13 +57,13 @@ class Reward:
         """Submits all calls, and returns at once."""
         for task in tasks:
             offered = {k: _offered(task, k) for k, t in enumerate(task.group.trajectories) if not t.failure}
-            for column in task.wanted:
+            for column in dict.fromkeys(self._written_by[wanted] for wanted in task.wanted):
                 if column not in self._pools:
                     self._pass_on(task, column, answer)
                     continue
                 pool, function = self._pools[column], self._functions[column]
                 asked = {k: _as_asked(function, task, k, mine) for k, mine in offered.items()}
-                answering = _Answering(self, task, column, list(asked), answer)
+                answering = _Answering(self, task, function, list(asked), answer)
                 if not asked:
                     answering.finish()
                 elif function.whole_group:
@@ -113,13 +114,16 @@ class Reward:
 
 
 class _Answering:
-    """One column of one group: answered when the last of its calls is. ``judged``: the trajectories that have a call;
-    the others have failed, and have no reward."""
+    """One function's columns of one group: answered when the last of its calls is. ``judged``: the trajectories that
+    have a call; the others have failed, and have no reward."""
 
-    def __init__(self, reward: Reward, task: ScoringTask, column: str, judged: list[int], answer: Answer) -> None:
-        self._reward, self._task, self._column, self._answer = reward, task, column, answer
-        self._values = np.full(len(task.group.trajectories), np.nan, np.float32)
-        self._errors = reward.spoilt(task, column)
+    def __init__(
+        self, reward: Reward, task: ScoringTask, function: FunctionConfig, judged: list[int], answer: Answer
+    ) -> None:
+        self._reward, self._task, self._answer = reward, task, answer
+        self._column, self._columns = function.column, list(function.terms)
+        self._values = np.full((len(self._columns), len(task.group.trajectories)), np.nan, np.float32)
+        self._errors = reward.spoilt(task, self._column)
         self._judged, self._left = judged, len(judged)
         self._lock = threading.Lock()
 
@@ -135,11 +139,11 @@ class _Answering:
         for sample, each in zip(self._judged, apart(future, len(self._judged)), strict=True):
             self._done(sample, each)
 
-    def _done(self, sample: int, future: Future[float]) -> None:
+    def _done(self, sample: int, future: Future[list[float]]) -> None:
         error = future.exception()
         with self._lock:
             if error is None:
-                self._values[sample] = future.result()
+                self._values[:, sample] = future.result()
             elif isinstance(error, ProgramError | OSError):  # nothing can be called; no call has failed
                 self._answer(self._task, self._column, ends=error)
                 return
@@ -154,7 +158,9 @@ class _Answering:
 
     def finish(self) -> None:
         """Nothing is waited for."""
-        self._answer(self._task, self._column, self._values, self._errors)
+        for column, values in zip(self._columns, self._values, strict=True):
+            if column in self._task.wanted:
+                self._answer(self._task, column, values, self._errors)
 
 
 def _offered(task: ScoringTask, sample: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from penstock.services.runtime.registry import ActorSpec
 def _columns(config: Any) -> list[Column]:
     return [
         Column(
-            name=f.column,
+            name=name,
             scorer="reward",
             per="token" if f.function == ENVIRONMENT else "trajectory",
             nullable=True,
@@ -23,6 +23,7 @@ def _columns(config: Any) -> list[Column]:
             source=f"reward {f.function}",
         )
         for f in config.reward.functions
+        for name in f.terms
     ]
 
 
@@ -33,7 +34,8 @@ def _reward(config: Any) -> list[WeightedSum]:
     read = {constraint.column for constraint in algorithm.constraints}
     for choice in (algorithm.advantage, algorithm.loss, algorithm.correction):
         read |= set(choice.columns)
-    terms = {f.column: f.weight for f in config.reward.functions} | config.reward.columns
+    terms = {name: weight for f in config.reward.functions for name, weight in f.terms.items()}
+    terms |= config.reward.columns
     weighed = tuple(algorithm.advantage.components) if algorithm.advantage.type == "gdpo" else ()
     return [
         WeightedSum(name=REWARD, terms={name: w for name, w in terms.items() if w or name in read}, weighed=weighed)

@@ -49,6 +49,8 @@ class Program:
     """What it is called with besides."""
     columns: list[str] = field(default_factory=list)
     """What it may ask for beside what every call is offered."""
+    also: list[str] = field(default_factory=list)
+    """Names of the numbers that it returns beside its first."""
 
 
 @dataclass(slots=True)

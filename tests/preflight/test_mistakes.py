@@ -465,6 +465,8 @@ MISTAKES = [
       "mine.py, line 13)", overrides=[REWARD.format("mine:raises")]),
     m("a reward that gives text", "mine:gives_text, called on row 0", "returned str, not a number; it is to",
       overrides=[REWARD.format("mine:gives_text")]),
+    m("a reward of one number where several are wanted", "returned float, not a dict with score, brief",
+      "it is to return these, each finite", overrides=["reward.functions=[{function: 'mine:good', also: {brief: 1}}]"]),
     m("a reward that is no function", "reward.functions.0.function: mine:not_callable is a int, which cannot be called",
       overrides=[REWARD.format("mine:not_callable")]),
     m("a reward that hangs", "reward.functions.0: mine:hangs, called on row 0", "timed out after 0.5 s",

@@ -214,3 +214,22 @@ def constant(response: str) -> float:
 
 def by_number(response: list[str]) -> dict[int, float]:
     return dict.fromkeys(range(len(response)), 0.5)
+
+
+def several(response: str) -> Any:
+    match response:
+        case "lacks":
+            return {"score": 1.0, "clear": 1.0}
+        case "number":
+            return 1.0
+        case "words":
+            return {"score": 1.0, "clear": "very", "cited": False}
+    return {"score": len(response), "clear": 0.5, "cited": True, "why": "it is read by nobody"}
+
+
+def as_verl_returns(response: str) -> dict[str, Any]:
+    return {"score": len(response), "acc": True, "pred": response}
+
+
+def rubric_of_group(response: list[str]) -> list[Any]:
+    return [{"score": len(each), "clear": index, "cited": 0} for index, each in enumerate(response)]
