@@ -67,6 +67,7 @@ def test_the_example_trains_on_its_own_reward(tmp_path: Path) -> None:
     assert "def right_places" in written.read_text()
 
 
+@pytest.mark.chaos
 def test_the_same_in_a_notebook(tmp_path: Path) -> None:
     """Executed by Jupyter's own client, with a function that a cell defines."""
     cells = [

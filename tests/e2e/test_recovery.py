@@ -75,6 +75,7 @@ def test_a_process_that_is_asked_to_leave_is_started_again(tmp_path: Path) -> No
     assert summary["restarts"] == 1 and summary["steps"] == 12
 
 
+@pytest.mark.chaos
 def test_a_stall_is_named(tmp_path: Path) -> None:
     run = Run(tmp_path, [*WHOLE, "trainer.steps=40", "broker.stall_s=2", "broker.dead_after_s=60"])
     run.wait_for_step(3)
@@ -147,7 +148,7 @@ def test_broker_and_store_may_die_while_everybody_leaves(tmp_path: Path) -> None
     assert summary["steps"] == 6 and summary["restarts"] == 2
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.chaos)])
 def test_a_broker_that_ends_before_the_run_has_begun_is_started_again(tmp_path: Path, how: signal.Signals) -> None:
     run = Run(tmp_path, SHORT)
     deadline = time.monotonic() + 120

@@ -166,6 +166,7 @@ def test_a_reference_that_is_refreshed_takes_checkpoints_also_after_it_died(tmp_
     assert "reference-0" in {names[event["pid"]] for event in found if event["name"] == "started again"}
 
 
+@pytest.mark.chaos
 def test_a_curriculum_leaves_out_what_is_too_easy(tmp_path: Path) -> None:
     rewards = "[{function: 'tests.e2e.rewards:parity'}]"  # the same for every answer to about half of the prompts
     run = Run(

@@ -57,10 +57,10 @@ def test_parameters_are_those_of_the_real_models() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "overrides"),
-    [("8b", "trainer.ranks=2 trainer.lora.rank=64"),
-     ("8b", "trainer.ranks=8 trainer.tensor_parallel=2 trainer.gradient_checkpointing=selective"),
+    [("8b", "trainer.ranks=8 trainer.tensor_parallel=2 trainer.gradient_checkpointing=selective"),
      ("30b-a3b", "trainer.ranks=512 trainer.expert_parallel=64"),
      *(pytest.param(*case, marks=pytest.mark.chaos) for case in (
+         ("8b", "trainer.ranks=2 trainer.lora.rank=64"),
          ("8b", "trainer.ranks=8 trainer.gradient_checkpointing=false trainer.tokens_per_micro_batch=4096"),
          ("8b", "trainer.ranks=1 model.dtype=float32 trainer.tokens_per_micro_batch=4096"),
          ("8b", "trainer.ranks=8 model.dtype=float32 trainer.tokens_per_micro_batch=4096"),
