@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.preflight.report import Report
+from penstock.pipeline.preflight.without_effect import idle_choices, idle_notes
 from penstock.protocols.columns import GREEDY, LAGS, PICKED, POLICY, REFERENCE, SAMPLED, SQUARES, UNDECIDED, WEIGHTS
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.plugins import UserCodeError
@@ -15,7 +16,7 @@ from penstock.services.trainer.presets import contradicted
 if TYPE_CHECKING:
     import torch
 
-    from penstock.services.trainer.algorithms.compose import Part
+    from penstock.services.trainer.algorithms.compose import Algorithm, Part
 
 GROUPS, LENGTH = 2, 5
 
@@ -25,6 +26,8 @@ def look(config: Config, report: Report) -> None:
     algorithm = config.trainer.algorithm
     if algorithm.preset and (said := contradicted(algorithm.preset, algorithm.model_dump())):
         report.problems.append(f"trainer.algorithm: {said}")
+    report.problems += idle_choices(config)
+    report.notes += idle_notes(config)
     updates = config.trainer.epochs * config.trainer.mini_batches
     if updates > 1 and not algorithm.loss.has_ratio:
         report.notes.append(
@@ -62,15 +65,11 @@ def _try(config: Config, own: list[str]) -> None:
     torch.manual_seed(0)
     device = device_of("cpu" if config.trainer.device == "cpu" else "auto")  # a GPU that is named may not be here
     rows = GROUPS * config.rollout.sampling.n
-    scores, groups = torch.rand(rows, dtype=torch.float64), torch.arange(GROUPS).repeat_interleave(rows // GROUPS)
-    token = config.columns.by_token
-    by_row = {name: torch.rand((rows, LENGTH) if name in token else rows) for name in algorithm.group_columns}
-    by_row |= {GREEDY: torch.rand(rows), SAMPLED: -torch.rand(rows, LENGTH), POLICY: -torch.rand(rows, LENGTH)}
-    by_row |= {SQUARES: torch.rand(rows, LENGTH), WEIGHTS: torch.ones(rows, LENGTH)}
     mask = torch.ones(rows, LENGTH, dtype=torch.bool)
     mask[::2, -1] = False  # the last token of every second row does not count
-    advantages = algorithm.advantages(scores, mask, groups, by_row).float().to(device)
+    advantages = (torch.randn(rows, LENGTH) * mask).to(device)
     if "advantage" in own:
+        advantages = _advantages(config, algorithm, mask).to(device)
         _finite(advantages, "advantage", chosen.advantage.function)  # type: ignore[union-attr]
     log_prob, part = _part(config, algorithm.columns, advantages, mask.to(device))
     weights, _ = algorithm.weights(part)
@@ -90,6 +89,18 @@ def _try(config: Config, own: list[str]) -> None:
     if log_prob.grad is None:
         raise SetupError(f"trainer.algorithm.loss.function: {name}: its losses do not depend on log_prob")
     _finite(log_prob.grad, "loss", name, "gives a gradient that is not finite")
+
+
+def _advantages(config: Config, algorithm: Algorithm, mask: torch.Tensor) -> torch.Tensor:
+    """As the function says of some rewards."""
+    import torch
+
+    rows, token = len(mask), config.columns.by_token
+    scores, groups = torch.rand(rows, dtype=torch.float64), torch.arange(GROUPS).repeat_interleave(rows // GROUPS)
+    by_row = {name: torch.rand((rows, LENGTH) if name in token else rows) for name in algorithm.group_columns}
+    by_row |= {GREEDY: torch.rand(rows), SAMPLED: -torch.rand(rows, LENGTH), POLICY: -torch.rand(rows, LENGTH)}
+    by_row |= {SQUARES: torch.rand(rows, LENGTH), WEIGHTS: torch.ones(rows, LENGTH)}
+    return algorithm.advantages(scores, mask, groups, by_row).float()
 
 
 def _part(

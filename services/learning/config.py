@@ -215,7 +215,8 @@ class KLConfig(Section):
     """Weight of the penalty, e.g. ``0.001``; 0: none, and no reference process."""
     kind: Literal["k1", "abs", "k2", "k3"] = "k3"
     """How the divergence is estimated from the sampled tokens (Schulman 2020); with ``place: reward`` ``k1`` by
-    default, as PPO has it. See docs/algorithms.md."""
+    default, as PPO has it. As a term of the loss ``k1`` wants another `gradient`: its own is 0 in the mean. See
+    docs/algorithms.md."""
     place: Literal["loss", "reward"] = "loss"
     """``loss``: a term of the loss, with a gradient (GRPO). ``reward``: taken off each token's reward, as PPO does it
     (Ouyang et al. 2022), by the log-probabilities of the policy that sampled."""

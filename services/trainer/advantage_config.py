@@ -161,6 +161,7 @@ class GdpoAdvantage(Choice):
     implementation = "advantages.gdpo:gdpo"
     paper = "GDPO 2026, arXiv:2601.05242"
     least_n = 2
+    equal_teach = True
     type: Literal["gdpo"] = "gdpo"
     components: dict[str, float] = Field(min_length=1)
     """Weights of the reward's columns, e.g. ``{reward/exact_match: 1.0, reward/brief: 0.5}``."""
@@ -184,6 +185,7 @@ class GigpoAdvantage(Choice):
     least_n = 2
     by_token = True
     given = (STATES, SCORES, SESSIONS)
+    equal_teach = True
     type: Literal["gigpo"] = "gigpo"
     gamma: float = Field(0.95, ge=0, le=1)
     """Discount a turn: how much less a reward counts for a turn the more turns before it came, e.g. ``1.0``."""
@@ -237,6 +239,7 @@ class SelfDistillationAdvantage(Choice):
     paper = "Hübotter et al. 2026, arXiv:2601.20802; with the truth: Zhao et al. 2026, arXiv:2601.18734"
     by_token = True
     given = (POLICY, TAUGHT)
+    equal_teach = True
     type: Literal["self_distillation"] = "self_distillation"
     shows: Literal["answer", "truth"] = "answer"
     """What the teacher sees: the best other ``answer`` of the group, or the prompt's ``truth`` (OPSD), for which no
@@ -272,7 +275,7 @@ class SelfDistillationAdvantage(Choice):
 
     @property
     def compares(self) -> bool:  # type: ignore[override]
-        """Answers that are all good, or all bad, teach nothing, unless it is the truth that is seen."""
+        """An answer is shown another one, unless it is the truth that is seen."""
         return self.shows == "answer"
 
     @property

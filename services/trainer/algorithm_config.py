@@ -286,6 +286,12 @@ class AlgorithmConfig(Section):
         return bool(self.advantage.type != "none" or beside or self.loss.type == "custom")
 
     @property
+    def equal_is_idle(self) -> bool:
+        """A group whose rewards are all equal teaches nothing."""
+        beside = self.constraints or self.kl.in_reward or self.imitate.coefficient or self.distill
+        return self.advantage.compares and not self.advantage.equal_teach and not beside
+
+    @property
     def weighs_policy(self) -> bool:
         """The advantage is given what the policy of the step's start says of each token: a forward pass more."""
         return POLICY in self.advantage.given

@@ -22,7 +22,9 @@ class Traits(Section):
     by_token: ClassVar[bool] = False
     """Of an advantage: it takes the reward of each token, not of the whole trajectory."""
     compares: ClassVar[bool] = True
-    """Of an advantage: a group whose rewards are all equal teaches nothing."""
+    """Of an advantage: an answer is worth what it is beside others of its group."""
+    equal_teach: ClassVar[bool] = False
+    """Of one that compares: a group whose rewards are all equal may teach something nevertheless."""
     aggregation: ClassVar[Aggregation] = "token-mean"
     """Of a loss: how its authors make one number of its tokens."""
     has_ratio: ClassVar[bool] = True

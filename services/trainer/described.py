@@ -16,8 +16,8 @@ OF_ANY = (
 
 
 def describe(step: TrainingBatch, version: int, compares: bool, with_given: bool = False) -> dict[str, float]:
-    """Of a step that ``version`` learns from. ``compares``: its advantage learns nothing from groups whose rewards are
-    all equal, so that these are counted; ``with_given``: given answers are compared too. All else but the count of
+    """Of a step that ``version`` learns from. ``compares``: nothing is learned from groups whose rewards are all equal,
+    so that these are counted; ``with_given``: given answers are compared too. All else but the count of
     tokens is of what was sampled alone."""
     given = step.given
     if not given.any():

@@ -48,6 +48,7 @@ from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.described import describe
 from penstock.services.trainer.judgements import Judgements
 from penstock.services.trainer.mismatch import Mismatch
+from penstock.services.trainer.sampled_entropy import sampled_entropy
 from penstock.services.trainer.self_teacher import SelfTeacher
 from penstock.services.trainer.turn_states import turn_states
 from penstock.services.trainer.undecided import most_undecided
@@ -63,7 +64,7 @@ class Learner(ModelLearner):
     ) -> None:  # fmt: skip
         super().__init__(model, config, config.steps, world, frozen_steps)
         self._config, self._teacher = config, teacher
-        self._temperature, self._compares = temperature, config.algorithm.advantage.compares
+        self._temperature, self._compares = temperature, config.algorithm.equal_is_idle
         self.algorithm = Algorithm(config.algorithm)
         if not config.freeze:  # of which a backward takes less
             self.flops = ModelFlops.of(self.config, self.adapted is not None, self.world)
@@ -231,7 +232,7 @@ class Learner(ModelLearner):
                 mismatch.add(part.policy, part.behaviour, part.mask, age == 0)
                 by_lag.add(part.policy, part.behaviour, age, part.mask, self.algorithm.clipped(part))
             if part.entropy is None and totals.tokens:  # an estimate, from the sampled tokens alone
-                found["entropy"] = -(part.log_prob.detach() * part.mask).sum() / part.mask.sum().clamp(min=1)
+                found["entropy"] = sampled_entropy(part.log_prob.detach(), part.behaviour, part.mask)
             for name, mean in found.items():
                 of_step = sums.setdefault(name, torch.zeros_like(total))
                 if counts_once:  # what does not may be NaN
@@ -280,7 +281,9 @@ class Learner(ModelLearner):
         rewarded = np.flatnonzero(compared)
         if not rewarded.size:  # every call of a reward function failed: nothing is learned, and nobody dies
             return torch.zeros((len(step.trajectories), max((len(t.tokens) for t in step.trajectories), default=0))), {}
-        rewards = token_rewards(step, rewarded, self._config.algorithm.penalties, self.state)
+        # while the policy stands still, it cannot answer to a penalty that grows
+        state = self.state if self.version >= self._frozen_steps else dict(self.state)
+        rewards = token_rewards(step, rewarded, self._config.algorithm.penalties, state)
         metrics = rewards.metrics
         columns: dict[str, torch.Tensor] = {}
         for name in self.algorithm.group_columns:

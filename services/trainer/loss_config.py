@@ -189,8 +189,9 @@ class KlCovLoss(Choice):
 
 
 class M2poLoss(Choice):
-    """M2PO: the plain ratio, and in the place of a clip the tokens that are furthest from the policy that sampled them
-    lose their loss: as few as leave the others near enough to it in the mean. For old experience."""
+    """M2PO: the plain ratio, and in the place of a clip the tokens that have gone furthest from the policy that sampled
+    them, the way that their advantage pulls, lose their loss: as few as leave the others of these near enough to it in
+    the mean. For old experience."""
 
     implementation = "losses.m2po:m2po"
     picks_by = "losses.m2po:pick"
@@ -198,7 +199,7 @@ class M2poLoss(Choice):
     paper = "Zheng et al. 2025, arXiv:2510.01161"
     type: Literal["m2po"] = "m2po"
     second_moment: float = Field(0.04, gt=0)
-    """Largest mean of the squared log-ratios of an update's tokens, e.g. ``0.01``."""
+    """Largest mean of the squared log-ratios of those of an update's tokens that have gone that way, e.g. ``0.01``."""
 
     def options(self) -> dict[str, Any]:
         """Of the loss itself."""

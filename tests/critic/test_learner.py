@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from penstock.services.critic.learner import CriticLearner
 from penstock.services.critic.value_loss import value_loss
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.learning.config import OptimizerConfig, Penalties
+from penstock.services.learning.config import ConstraintConfig, OptimizerConfig, Penalties
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.values import value_head
@@ -33,11 +34,12 @@ def policy(tmp_path: Path) -> Path:
     return tmp_path / "policy"
 
 
-def critic_of(path: Path, tokens: int = 8192, lr: float = 1e-2) -> CriticLearner:
-    config = CriticConfig(tokens_per_micro_batch=tokens, optimizer=OptimizerConfig(lr=lr))
-    return CriticLearner(
-        load_trainable(str(path), World(CPU), CPU, "float32", "value"), config, 50, 1.0, 1.0, Penalties()
-    )
+def critic_of(
+    path: Path, tokens: int = 8192, lr: float = 1e-2, warmup_steps: int = 0, penalties: Penalties | None = None
+) -> CriticLearner:
+    config = CriticConfig(tokens_per_micro_batch=tokens, optimizer=OptimizerConfig(lr=lr), warmup_steps=warmup_steps)
+    model = load_trainable(str(path), World(CPU), CPU, "float32", "value")
+    return CriticLearner(model, config, 50, 1.0, 1.0, penalties or Penalties())
 
 
 def valued(learner: CriticLearner, step: TrainingBatch) -> TrainingBatch:
@@ -63,6 +65,16 @@ def test_it_learns_what_each_answer_is_worth(policy: Path) -> None:
         assert not values[trajectory.loss_mask == 0].any()
         ends.append(abs(values[trajectory.loss_mask == 1][-1] - reward))
     assert np.median(ends) < 0.1  # of a single token, nothing can be known but the mean over its group
+
+
+def test_a_multiplier_waits_while_the_policy_stands_still(policy: Path) -> None:
+    cost = ConstraintConfig(column="cost", limit=3.0, initial=0.5, rate=0.1)
+    learner = critic_of(policy, warmup_steps=2, penalties=Penalties(constraints=(cost,)))
+    for seen in ({}, {}, {"multiplier/cost": pytest.approx(0.5 * np.exp(0.1 * (9 - 3)))}):
+        step = a_step(0)
+        step = replace(step, values={**step.values, "cost": np.full(len(step.trajectories), 9.0, np.float32)})
+        learner.train(valued(learner, step))
+        assert learner.state == seen
 
 
 def test_the_step_does_not_depend_on_the_cut(policy: Path) -> None:

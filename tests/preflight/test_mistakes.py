@@ -473,6 +473,8 @@ MISTAKES = [
       overrides=["reward.functions=[{function: 'mine:hangs', timeout_s: 0.5}]"]),
     m("rewards that are only watched", "reward.functions: every weight is 0, so that there is no reward to train on",
       "reward.columns", overrides=["reward.functions=[{function: exact_match, weight: 0}]"]),
+    m("a loss for old experience that sees none", "trainer.algorithm.ratio=proximal: loss=vespo goes by how far",
+      "set trainer.algorithm.ratio=behaviour", overrides=["trainer.algorithm={loss: {type: vespo}, ratio: proximal}"]),
     m("a scalar loss", "trainer.algorithm.loss.function: mine:scalar_loss: it returned a scalar, and shape [4, 5] is",
       overrides=[LOSS.format("scalar_loss")]),
     m("a loss without a gradient", "mine:detached_loss: its losses have no gradient; compute them from the argument",

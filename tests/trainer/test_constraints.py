@@ -107,3 +107,10 @@ def test_what_is_taken_off_a_reward_that_nobody_reads_is_refused(advantage: str,
         chosen["kl"] = {"place": "reward", "coefficient": 0.1}
     with pytest.raises(ValidationError, match="taken off the reward"):
         AlgorithmConfig.model_validate(chosen)
+
+
+def test_a_multiplier_waits_while_the_policy_stands_still() -> None:
+    config = {"algorithm": {"constraints": [LIMIT]}}
+    one = Learner(a_model(), TrainerConfig.model_validate(config), 1.0, frozen_steps=2)
+    found = [one.train(costly(seed, 9.0))[NAME] for seed in range(4)]
+    assert found[:3] == [0.5] * 3 and found[3] > 0.5

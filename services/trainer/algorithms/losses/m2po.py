@@ -16,15 +16,19 @@ def pick(
     generator: torch.Generator,
     second_moment: float,
 ) -> torch.Tensor:
-    """bool ``[rows, length]``: of the tokens of a whole update those that lose their loss. As few as leave the others
-    with a mean squared log-ratio of at most ``second_moment``: those whose own is largest."""
-    squares = clamped_log_ratio(log_prob, old_log_prob).square().double()[mask.bool()]
+    """bool ``[rows, length]``: of the tokens of a whole update those that lose their loss. Only those can that have
+    gone the way that their advantage pulls (A > 0 and r > 1, or A < 0 and r < 1: where PPO would clip, section 5.2): of
+    these as few as leave the others of them with a mean squared log-ratio of at most ``second_moment``, those whose own
+    is largest."""
+    log_ratio = clamped_log_ratio(log_prob, old_log_prob)
+    gone = mask.bool() & (log_ratio * advantages > 0)
+    squares = log_ratio.square().double()[gone]
     ranked, order = squares.sort()
     fits = ranked.cumsum(0) / torch.arange(1, len(ranked) + 1) <= second_moment  # means of what is sorted only rise
     valid = torch.zeros(len(ranked), dtype=torch.bool)
     valid[order[int(fits.sum()) :]] = True
     picked = torch.zeros(mask.shape, dtype=torch.bool)
-    picked[mask.bool()] = valid
+    picked[gone] = valid
     return picked
 
 

@@ -1,0 +1,67 @@
+"""Choices of an algorithm that undo each other: each is right by itself, and together one of them does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.pipeline.config import Config
+from penstock.services.trainer.loss_config import GspoLoss
+
+FOR_OLD = ("m2po", "topr", "vespo")
+"""Losses that go by how far the policy is from the one that sampled."""
+NARROW = 0.01
+"""A clip of whole answers that is no wider is crossed by rounding alone, in 16 bits."""
+
+
+def idle_choices(config: Config) -> Iterator[str]:
+    """What a start is refused for."""
+    algorithm = config.trainer.algorithm
+    loss, kl = algorithm.loss.type, algorithm.kl
+    if algorithm.ratio == "proximal" and loss in FOR_OLD:
+        yield (
+            f"trainer.algorithm.ratio=proximal: loss={loss} goes by how far the policy is from the one that sampled, "
+            "and this ratio compares with the one that the step starts from; set trainer.algorithm.ratio=behaviour and "
+            "trainer.algorithm.correction={type: none}"
+        )
+    if kl.coefficient and kl.place == "loss" and kl.kind == "k1" and kl.gradient == "own":
+        yield (
+            "trainer.algorithm.kl.kind=k1: as a term of the loss its own gradient is 0 in the mean, so that nothing "
+            "holds the policy; set trainer.algorithm.kl.gradient=k2, or another kind, e.g. k3"
+        )
+    if kl.in_reward and kl.gradient != "own":
+        yield (
+            f"trainer.algorithm.kl.gradient={kl.gradient}: a penalty in the reward has no gradient; take it out, or "
+            "set trainer.algorithm.kl.place=loss"
+        )
+    if algorithm.correction.type == "icepop" and loss == "geo_mean" and algorithm.correction.level == "token":
+        yield (
+            "trainer.algorithm.correction=icepop: it leaves out tokens, and each token of loss=geo_mean has the whole "
+            "trajectory's loss; set trainer.algorithm.correction.level=sequence"
+        )
+
+
+def idle_notes(config: Config) -> Iterator[str]:
+    """What one should know of."""
+    trainer, algorithm = config.trainer, config.trainer.algorithm
+    updates, loss = trainer.epochs * trainer.mini_batches, algorithm.loss
+    aged = algorithm.ratio == "proximal" and algorithm.correction.type == "none" and config.gate.max_lag > 0
+    if aged and updates == 1 and loss.has_ratio and loss.type not in FOR_OLD and algorithm.learns_from_sampled:
+        yield (
+            "trainer.algorithm.ratio=proximal: with one update a step the ratio is 1, so that the loss never clips and "
+            f"nothing makes up for experience that is up to gate.max_lag={config.gate.max_lag} versions old; set "
+            "trainer.algorithm.correction, e.g. {type: truncated}, or ratio=behaviour"
+        )
+    rounds = algorithm.ratio == "behaviour" and config.model.dtype != "float32"
+    if rounds and isinstance(loss, GspoLoss) and max(loss.clip_low, loss.clip_high) < NARROW:
+        yield (
+            f"trainer.algorithm.loss: its clip of {loss.clip_low:g} and {loss.clip_high:g} is meant for a ratio that "
+            "the trainer computes on both sides; with ratio=behaviour the engine's rounding in "
+            f"{config.model.dtype} alone crosses it in many answers; set trainer.algorithm.ratio=proximal with "
+            "correction={type: truncated} and trainer.mini_batches=2 or more, or a wider clip"
+        )
+    compares = algorithm.advantage.compares and not algorithm.equal_is_idle
+    if config.replay.filter.type == "zero_variance" and compares and algorithm.advantage.type != "custom":
+        yield (
+            "replay.filter=zero_variance: groups of equal reward would teach something here (an advantage, a penalty "
+            "or a loss that does not go by the reward alone), and are left out"
+        )

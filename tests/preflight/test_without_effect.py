@@ -1,0 +1,70 @@
+"""Choices of an algorithm that undo each other, and functions of one's own beside any other choice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.pipeline.config import Config, load
+from penstock.pipeline.preflight import algorithm
+from penstock.pipeline.preflight.report import Report
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+GSPO, BFLOAT16 = "trainer.algorithm={preset: gspo}", "model.dtype=bfloat16"
+
+
+def quickstart(*overrides: str) -> Config:
+    return load(QUICKSTART, list(overrides))
+
+
+def looked_at(*overrides: str) -> Report:
+    report = Report()
+    algorithm.look(quickstart(*overrides), report)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        ("{loss: {type: m2po}, ratio: proximal}", "ratio=proximal: loss=m2po goes by how far"),
+        ("{kl: {coefficient: 0.1, kind: k1}}", "its own gradient is 0 in the mean"),
+        ("{kl: {coefficient: 0.1, kind: k1, gradient: k2}}", ""),
+        ("{kl: {coefficient: 0.1, place: reward}}", ""),
+        ("{kl: {coefficient: 0.1, place: reward, gradient: k2}}", "kl.gradient=k2: a penalty in the reward has no"),
+        ("{loss: {type: geo_mean}, ratio: proximal, correction: {type: icepop}}", "icepop: it leaves out tokens"),
+        ("{loss: {type: geo_mean}, ratio: proximal, correction: {type: icepop, level: sequence}}", ""),
+    ],
+)
+def test_what_undoes_another_choice_is_refused(algorithm: str, said: str) -> None:
+    problems = looked_at(f"trainer.algorithm={algorithm}").problems
+    assert len(problems) == bool(said) and all(said in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["trainer.algorithm.ratio=proximal"], "nothing makes up for experience"),
+        (["trainer.algorithm.ratio=proximal", "trainer.mini_batches=2"], ""),
+        (["trainer.algorithm.ratio=proximal", "trainer.algorithm.correction={type: truncated}"], ""),
+        ([GSPO, BFLOAT16], "the engine's rounding in bfloat16 alone"),
+        ([GSPO], ""),
+        (["trainer.algorithm.preset=gigpo", "replay.filter={type: zero_variance}"], "would teach something here"),
+        (["trainer.algorithm.imitate.coefficient=0.1", "replay.filter={type: zero_variance}"], "would teach something"),
+        (["replay.filter={type: zero_variance}"], ""),
+    ],
+)
+def test_what_one_should_know_of_is_said(overrides: list[str], said: str) -> None:
+    notes = looked_at(*overrides).notes
+    assert len(notes) == bool(said) and all(said in note for note in notes)
+
+
+@pytest.mark.parametrize("advantage", ["gigpo", "self_distillation", "remax", "optimal_token_baseline"])
+def test_a_loss_of_ones_own_is_tried_beside_any_advantage(advantage: str) -> None:
+    own = "trainer.algorithm.loss={type: custom, function: 'tests.preflight.test_without_effect:loss'}"
+    report = looked_at(f"trainer.algorithm.advantage={{type: {advantage}}}", own)
+    assert not report.problems and not report.notes
+
+
+def loss(old_log_prob, log_prob, advantages, mask, importance_weights):  # type: ignore[no-untyped-def]
+    return -advantages * log_prob, {}
