@@ -6,6 +6,7 @@ import difflib
 from typing import Any
 
 from penstock.protocols.columns import FIELDS, GIVEN, METRICS, REFERENCE, REWARD, ColumnTable, top_of
+from penstock.services.broker.rules.evaluation import pass_at
 from penstock.services.runtime import registry
 
 TAUGHT_BY = "trainer.algorithm.distill.teachers"
@@ -32,6 +33,10 @@ def columns_read(config: Any) -> dict[str, str]:
         found |= dict.fromkeys(scorer.reads, f"scorers.{kind}.reads")
     if config.replay.filter.type != "none":
         found.setdefault(config.replay.filter.column, "replay.filter.column")
+    if config.prompts.curriculum:
+        found.setdefault(config.prompts.curriculum.column, "prompts.curriculum.column")
+    for name, how in config.prompts.eval_sampling.items():
+        found.setdefault(how.column, f"prompts.eval_sampling.{name}.column")
     return found
 
 
@@ -98,12 +103,16 @@ def check_columns(config: Any) -> None:
                 "cost one for each trajectory"
             )
     _check_order(table)
-    rule = config.replay.filter
-    if rule.type != "none" and rule.column in {column.name for column in table.of_step}:
-        raise ValueError(
-            f"replay.filter.column: {rule.column} is written when a step has taken the group, and groups are filtered "
-            "before; take a reward's column, or a scorer's"
-        )
+    rule, rests = config.replay.filter, config.prompts.curriculum
+    before = {"replay.filter.column": rule.column} if rule.type != "none" else {}
+    before |= {"prompts.curriculum.column": rests.column} if rests else {}
+    for key, name in before.items():
+        if name in {column.name for column in table.of_step}:
+            raise ValueError(
+                f"{key}: {name} is written when a step has taken the group, and groups are looked at before; take a "
+                "reward's column, or a scorer's"
+            )
+    _check_evaluated(config.prompts, table)
 
 
 def _check_teachers(config: Any) -> None:
@@ -124,6 +133,27 @@ def _check_teachers(config: Any) -> None:
                 f"{TAUGHT_BY}: {name} has a value for each trajectory, and a teacher one for each token; write "
                 f"scorers.….columns: {{{name}: token}}"
             )
+
+
+def _check_evaluated(prompts: Any, table: ColumnTable) -> None:
+    """Raises `ValueError` where an evaluation is to be told by what it has not."""
+    there = [total.name for total in table.sums]
+    there += [column.name for column in table.columns if column.evaluated and column.per != "sampled"]
+    for name, how in prompts.eval_sampling.items():
+        if how.column not in there:
+            raise ValueError(
+                f"prompts.eval_sampling.{name}.column: {how.column} is not asked for in evaluations; there are "
+                f"{', '.join(there)}"
+            )
+    name, _, told = (prompts.best_by or "").partition("/")
+    if told:
+        n = prompts.eval_sampling[name].n if name in prompts.eval_sampling else 1
+        there += ["response_tokens", "finished_share", *([*pass_at(n, 0), f"maj@{n}"] if n > 1 else [])]
+        if told not in there or name not in prompts.eval:
+            of_set = (
+                f"of {name} there are {', '.join(there[1:])}" if name in prompts.eval else f"{name} has a loss alone"
+            )
+            raise ValueError(f"prompts.best_by: no evaluation tells {prompts.best_by!r}; {of_set}")
 
 
 def _teachers_temperature(scorer: Any) -> float | None:

@@ -87,7 +87,7 @@ class RunFiles:
             "columns": [name for name in config.columns.by_name if any(name in row for row in steps)],
             "steps": by_column(steps),
             "evaluations": [
-                {"step": row["step"], "label": row["label"], "sets": row["sets"]}
+                {"step": row["step"], "label": row["label"], "sets": row["sets"], "parts": row.get("parts", {})}
                 for row in rows
                 if row["kind"] == "eval"
             ],

@@ -57,10 +57,11 @@ def _adapter(about: AdapterShape | None, path: str) -> dict[str, Any] | None:
 
 
 def print_evaluation(console: Console, summary: dict[str, Any], folder: Path) -> None:
-    """The mean reward of every set, and what several answers to a prompt tell."""
-    found = summary["evaluations"].get("before", {})
+    """The mean reward of every set, what several answers to a prompt tell, and what the reward is made of."""
+    found = summary["evaluations"].get("before", {}) | summary["evaluation_parts"].get("before", {})
     measures = list(dict.fromkeys(name.partition("/")[2] or "reward" for name in found))
-    console.print(f"evaluation; see {folder / 'metrics.jsonl'}", highlight=False, markup=False, soft_wrap=True)
+    for what, name in (("evaluation; see", "metrics.jsonl"), ("answers:", "eval_samples.jsonl")):
+        console.print(f"{what} {folder / name}", highlight=False, markup=False, soft_wrap=True)
     table = Table()
     for column in ("set", *measures):
         table.add_column(column)

@@ -107,6 +107,7 @@ def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts
         "wall_s": round(state["wall_s"], 3),
         "restarts": restarts,
         "evaluations": state["evaluations_by_set"],
+        "evaluation_parts": state.get("evaluation_parts", {}),
         "eval_losses": losses,
         "look_at_this": findings(state, steps, drops),
     }

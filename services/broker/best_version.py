@@ -74,7 +74,11 @@ def _by_loss(state: BrokerState) -> bool:
 def measure(state: BrokerState) -> str:
     """What evaluations are measured by, in short."""
     reward = state.settings.described.get("reward") or {}
-    counted = [{key: said.get(key) for key in MEASURE} for said in reward.get("functions", ()) if said.get("weight", 1)]
+    counted = []
+    for said in reward.get("functions", ()):
+        also = {name: weight for name, weight in (said.get("also") or {}).items() if weight}
+        if said.get("weight", 1) or also:
+            counted.append({key: said.get(key) for key in MEASURE} | ({"also": also} if also else {}))
     said = json.dumps([counted, reward.get("columns")], sort_keys=True, default=str)
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 

@@ -52,8 +52,11 @@ class EvalSampling(Section):
     """Draw from the tokens that are at least this times as likely as the likeliest one, e.g. ``0.05``; 0 keeps all."""
     max_new_tokens: int | None = Field(None, ge=1)
     """Longest answer, e.g. ``4096``; null: as `rollout.sampling.max_new_tokens` says."""
+    column: str = REWARD
+    """By which column an answer passes and votes are worth something: the whole reward, or one that it is made of, e.g.
+    ``reward/math_verify`` where another function takes off for length."""
     passes: float = 1.0
-    """An answer with at least this reward has passed, e.g. ``0.5``."""
+    """An answer for which `column` has at least this has passed, e.g. ``0.5``."""
     answer: str | None = None
     """What votes in maj@n: a regular expression, of which the last match's first group counts, e.g.
     ``"boxed{(.*?)}"``; null: the whole answer, or an environment's last turn."""
@@ -86,10 +89,13 @@ class CurriculumConfig(Section):
     """Prompts that teach little now rest for some epochs: those whose answers were all good, or all bad, when they were
     asked last."""
 
+    column: str = REWARD
+    """What says how good the answers were: the whole reward, or one that it is made of, e.g. ``reward/math_verify``
+    where another function takes off for length."""
     low: float = 0.0
-    """A group whose mean reward is at most this was too hard, e.g. ``0.1``."""
+    """A group whose mean of that is at most this was too hard, e.g. ``0.1``."""
     high: float = 1.0
-    """A group whose mean reward is at least this was too easy, e.g. ``0.9``."""
+    """A group whose mean of it is at least this was too easy, e.g. ``0.9``."""
     rest_hard: int = Field(1, ge=0)
     """Epochs for which a prompt that was too hard is left out, e.g. ``2``; 0: it is asked again in the next one."""
     rest_easy: int = Field(2, ge=0)
@@ -121,11 +127,15 @@ class PromptsConfig(Section):
     eval_sampling: dict[str, EvalSampling] = {}
     """How the sets of `eval` are answered, by name (``held_out`` is one without a name), e.g.
     ``{aime: {n: 16, temperature: 0.6}}``; greedily where nothing is said."""
+    eval_samples: int = Field(8, ge=0)
+    """Prompts of each set of `eval` whose answers every evaluation writes to eval_samples.jsonl: its first ones, e.g.
+    ``32``; 0: none."""
     eval_every: int = Field(0, ge=0)
     """Evaluate also after every so many steps, e.g. ``50``, while training goes on; 0: not."""
     best_by: str | None = None
-    """The evaluation set by whose mean reward a version is the best one, or no better, e.g. ``aime``; of `eval_given`
-    by its loss, of which less is better. null: the mean over the prompts of all sets of `eval`; where there are none,
+    """The evaluation set by whose mean reward a version is the best one, or no better, e.g. ``aime``; or something else
+    that it tells, e.g. ``aime/reward/math_verify`` or ``aime/pass@8``; of `eval_given` by its loss, of which less is
+    better. null: the mean over the prompts of all sets of `eval`; where there are none,
     the mean loss of those of `eval_given`."""
     stop_after: int = Field(0, ge=0)
     """End the run early once so many evaluations in a row were no better than the best before them, e.g. ``3`` with
@@ -178,7 +188,7 @@ class PromptsConfig(Section):
                 raise ValueError(f"eval_sampling: there is no evaluation set {name!r}; the sets of eval are: {there}")
         if both := self.eval.keys() & self.eval_given.keys():
             raise ValueError(f"eval_given: eval has a set of the name {min(both)!r}, too; give it another name")
-        if self.best_by is not None and self.best_by not in {**self.eval, **self.eval_given}:
+        if self.best_by is not None and self.best_by.partition("/")[0] not in {**self.eval, **self.eval_given}:
             there = ", ".join({**self.eval, **self.eval_given}) or "none"
             raise ValueError(
                 f"best_by: there is no evaluation set {self.best_by!r}; the sets of eval and eval_given are: {there}"

@@ -1,4 +1,5 @@
-"""What a run writes down for people, each a .jsonl: metrics, actors, ledger, drops, weights, samples; trackers too."""
+"""What a run writes down for people, each a .jsonl: metrics, actors, ledger, drops, weights, samples, answers of
+evaluations; trackers too."""
 
 from __future__ import annotations
 
@@ -48,6 +49,7 @@ class Recorder:
         self._weights = open_lines(folder / "weights.jsonl")
         self._sampled = _last_step(folder / "samples.jsonl")
         self._samples = open_lines(folder / "samples.jsonl")
+        self._evaluated = open_lines(folder / "eval_samples.jsonl")
         self._trackers = trackers
 
     def step(self, row: dict[str, Any]) -> None:
@@ -60,7 +62,14 @@ class Recorder:
         self._write(self._metrics, {"kind": "eval", **row})
         if row["reward"] is not None:
             sets = {f"eval_reward/{name}": reward for name, reward in row["sets"].items()}
-            self._trackers.log({"step": row["step"], "eval_reward": row["reward"], **sets})
+            parts = {f"eval/{name}": value for name, value in row["parts"].items()}
+            self._trackers.log({"step": row["step"], "eval_reward": row["reward"], **sets, **parts})
+
+    def evaluated(self, found: Iterable[dict[str, Any]], pictures: Iterable[bytes]) -> None:
+        """One line each answer of an evaluation that is kept for people, and a file each of the ``pictures``."""
+        self._keep(pictures)
+        for row in found:
+            self._write(self._evaluated, row)
 
     def losses(self, row: dict[str, Any]) -> None:
         """One line each time that the loss on held-out rows was measured."""
@@ -100,18 +109,21 @@ class Recorder:
     def samples(self, step: int, found: Iterable[dict[str, Any]], pictures: Iterable[bytes]) -> None:
         """One line each trajectory of ``step`` that is kept for people (`samples.rows`), and a file each of the
         ``pictures`` that they show."""
-        try:
-            keep(self._folder, pictures)
-        except OSError as error:  # a full disk, say: the rows name them all the same
-            log.warning("pictures of samples are not kept", step=step, error=str(error))
+        self._keep(pictures)
         for row in found:
             self._write(self._samples, row)
         self._sampled = step
 
+    def _keep(self, pictures: Iterable[bytes]) -> None:
+        try:
+            keep(self._folder, pictures)
+        except OSError as error:  # a full disk, say: the rows name them all the same
+            log.warning("pictures of samples are not kept", error=str(error))
+
     def close(self) -> None:
         """Closes the files."""
-        files = (self._metrics, self._ledger, self._drops, self._weights, self._samples, *self._learners.values())
-        for file in files:
+        files = (self._metrics, self._ledger, self._drops, self._weights, self._samples, self._evaluated)
+        for file in (*files, *self._learners.values()):
             file.close()
         self._beats.close()
         self._trackers.close()

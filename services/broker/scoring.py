@@ -5,24 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import regex
 import structlog
 
 from penstock.protocols.columns import REWARD, Column, WeightedSum
-from penstock.protocols.experience import ExperienceError, Purpose, Trajectory, mean_by_session, sessions_of
+from penstock.protocols.experience import Purpose, mean_by_session, sessions_of
 from penstock.protocols.messages import Score
-from penstock.protocols.packed_groups import failures_of, lengths_of, sessions_in, unpack_group
-from penstock.protocols.wire import WireError
-from penstock.services.broker.rules.evaluation import majority, pass_at
+from penstock.protocols.packed_groups import failures_of, sessions_in
+from penstock.services.broker.by_trajectory import by_trajectory
+from penstock.services.broker.evaluated import finish_evaluation
 from penstock.services.broker.rules.filtering import why_filtered
 from penstock.services.broker.rules.replay_buffer import Replay
 from penstock.services.broker.state import BrokerState
 from penstock.services.broker.tally import Tally
-
-VOTES_BY = 10_000
-"""Characters at the end of an answer in which its vote is looked for: many of them are counted in one turn."""
-VOTE_S = 0.1
-"""What finding an answer's vote may take."""
 
 log = structlog.get_logger()
 
@@ -56,12 +50,14 @@ def take_score(state: BrokerState, column: Column, score: Score) -> None:
             _add_sum(state, score.purpose, score.number, total, score.errors)
     if score.purpose == "train" and column.name in _looked_at(state):
         _filter(state, score.number)
+    if score.purpose == "train" and column.name == _measured_by(state):
+        _measure(state, score.number)
     if entry.needs or score.number not in replay.entries:
         return
     if score.purpose == "train":
         state.groups.keep()
     else:
-        _finish_evaluation(state, score.number)
+        finish_evaluation(state, score.number)
 
 
 def unjudged(source: str) -> str:
@@ -96,7 +92,7 @@ def _add_sum(state: BrokerState, purpose: Purpose, number: int, total: WeightedS
     if not state.settings.columns.judged(source, purpose == "eval"):  # of a run that is resumed, and asks others now
         state.drop_any(purpose, number, unjudged(source), "prompt")
         return
-    terms = _by_trajectory(state, key, state.settings.columns.asked_terms(total, source))
+    terms = by_trajectory(state, key, state.settings.columns.asked_terms(total, source))
     values = total.of(terms)
     if total.name == REWARD and not any(state.settings.columns.by_name[name].nullable for name in terms):
         failures = failures_of(state.payloads.experience(key))  # which only reward functions know of
@@ -107,24 +103,36 @@ def _add_sum(state: BrokerState, purpose: Purpose, number: int, total: WeightedS
         _judge(state, number, values, errors)
 
 
-def _by_trajectory(state: BrokerState, key: tuple[Purpose, int], names: list[str]) -> dict[str, np.ndarray]:
-    """``[trajectories]`` of each of these columns: of one with a value for each token, the sums."""
-    found = state.payloads.columns(key, names)
-    if of_tokens := state.settings.columns.by_token.intersection(found):
-        ends = np.cumsum(lengths_of(state.payloads.experience(key)))
-        found |= {name: np.array([part.sum() for part in np.split(found[name], ends[:-1])]) for name in of_tokens}
-    return found
-
-
 def _judge(state: BrokerState, number: int, rewards: np.ndarray, errors: Sequence[str]) -> None:
     """Groups of which too few answers have a reward make room for others."""
+    _measure(state, number)
     rewards = _by_session(state, number, rewards)
     found = int(np.isfinite(rewards).sum())
-    if found:
-        state.curriculum.measured(state.groups.replay.entries[number].draw, float(np.nanmean(rewards)))
     if found < min(LEAST_VALUES, len(rewards)):
         why = errors[-1] if errors else _without_number(state, number)
         state.drop(number, f"too few trajectories have a reward; {why}", "reward")
+
+
+def _measure(state: BrokerState, number: int) -> None:
+    """Once its column is there, and what says which answers have a reward, the curriculum hears of a group; of one
+    whose source is not asked for it, never."""
+    column, entry = _measured_by(state), state.groups.replay.entries.get(number)
+    if column and entry and all(state.payloads.has(("train", number), name) for name in (column, REWARD)):
+        values = _of_rewarded(state, number, column)
+        if np.isfinite(values).any():
+            state.curriculum.measured(entry.draw, float(np.nanmean(values)))
+
+
+def _measured_by(state: BrokerState) -> str | None:
+    """The curriculum's column, where there is one."""
+    rests = state.settings.prompts.curriculum
+    return rests.column if rests else None
+
+
+def _of_rewarded(state: BrokerState, number: int, column: str) -> np.ndarray:
+    """``[sessions]`` of the column, NaN of answers without a reward: these are not learned from."""
+    found = by_trajectory(state, ("train", number), list({column, REWARD}))
+    return _by_session(state, number, np.where(np.isfinite(found[REWARD]), found[column], np.float32(np.nan)))
 
 
 def _without_number(state: BrokerState, number: int) -> str:
@@ -153,64 +161,17 @@ def _looked_at(state: BrokerState) -> set[str]:
 
 def _filter(state: BrokerState, number: int) -> None:
     """Once all that it looks at is there, groups that `replay.filter` leaves out make room for others; one whose source
-    has no such column is kept. Answers without a reward are not learned from, and have no part; but in a rule of the
-    user's own, which may say what it says of any answer."""
+    has no such column is kept. A rule of the user's own may say what it says of any answer, also without a reward."""
     rule, entry = state.settings.replay.filter, state.groups.replay.entries.get(number)
     if rule.type == "none" or entry is None or _looked_at(state) & entry.needs:
         return
     column = state.settings.columns.by_name.get(rule.column)
     if column and not column.asked(entry.source):
         return
-    found = _by_trajectory(state, ("train", number), list({rule.column, REWARD}))
-    values = found[rule.column]
-    if rule.type != "column":
-        values = _by_session(state, number, np.where(np.isfinite(found[REWARD]), values, np.float32(np.nan)))
+    if rule.type == "column":
+        values = by_trajectory(state, ("train", number), [rule.column])[rule.column]
+    else:
+        values = _of_rewarded(state, number, rule.column)
     if verdict := why_filtered(rule, values):
         state.payloads.forget(("train", number))
         state.groups.filter(number, verdict)
-
-
-def _finish_evaluation(state: BrokerState, number: int) -> None:
-    """Its reward is the mean over the trajectories that have one; over sessions, of agents."""
-    rewards = state.payloads.columns(("eval", number), [REWARD])[REWARD]
-    usable = rewards[np.isfinite(rewards)]
-    if not usable.size:
-        state.drop_evaluation(number, "no trajectory has a reward")
-        return
-    scores: dict[str, float] = {}
-    if len(rewards) > 1:
-        scores, rewards = _several(state, number, rewards)
-        usable = rewards[np.isfinite(rewards)]
-    state.payloads.forget(("eval", number))
-    state.record_evaluation(state.evaluation.score(number, float(usable.mean()), scores))
-
-
-def _several(state: BrokerState, number: int, rewards: np.ndarray) -> tuple[dict[str, float], np.ndarray]:
-    """What several answers to an evaluation prompt tell, and the reward of each: of an agent's session, where it has
-    branches, their mean, and its vote is the last one's. Who has no reward has not passed, and is worth 0."""
-    how = state.asked_of(state.evaluation.replay.entries[number].draw)
-    try:
-        group = unpack_group(state.payloads.experience(("eval", number)).data)
-    except (ExperienceError, WireError) as error:
-        log.warning("an evaluation's answers cannot be read", group=number, error=str(error))
-        return pass_at(len(rewards), int((rewards >= how.passes).sum())), rewards
-    sessions = sessions_of([t.session for t in group.trajectories])
-    rewards = mean_by_session(rewards, sessions)
-    if len(rewards) == 1:
-        return {}, rewards
-    last = dict(zip(sessions.tolist(), group.trajectories, strict=True))
-    answers = [_vote(trajectory, how.answer) for trajectory in last.values()]
-    found = pass_at(len(rewards), int((rewards >= how.passes).sum()))
-    return found | {f"maj@{len(answers)}": majority(answers, np.nan_to_num(rewards).tolist())}, rewards
-
-
-def _vote(trajectory: Trajectory, pattern: str | None) -> str | None:
-    said = trajectory.turns[-1] if trajectory.turns else trajectory.text
-    if pattern is None:
-        return said.strip()
-    try:
-        matches = regex.findall(pattern, said[-VOTES_BY:], timeout=VOTE_S)
-    except TimeoutError:  # a pattern that goes back and forth over an answer must not hold up the run
-        log.warning("an answer's vote took too long", pattern=pattern)
-        return None
-    return matches[-1] if matches else None

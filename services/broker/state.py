@@ -205,7 +205,7 @@ class BrokerState:
             self.held_out.name_of,
         )
         rests = settings.prompts.curriculum
-        bounds = Bounds(**rests.model_dump()) if rests else None
+        bounds = Bounds(rests.low, rests.high, rests.rest_hard, rests.rest_easy) if rests else None
         self.curriculum = Curriculum(self.store, bounds, len(self.prompts), self.prompts.row)
         self.turns = Turns(first_id=time.time_ns() // 1_000_000 * 1_000)  # beyond those of a broker before this one
         self.records = Records(self.store)
@@ -340,6 +340,7 @@ class BrokerState:
                 "label": finished.label,
                 "reward": reward,
                 "sets": finished.means(),
+                "parts": finished.means_of_parts(),
                 "prompts": finished.answered,
                 "unusable": len(finished.unusable),
                 "version_min": min(finished.versions, default=-1),

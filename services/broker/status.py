@@ -146,6 +146,7 @@ def live_state(state: BrokerState) -> dict[str, Any]:
         "evaluations": dict(state.evaluation.results),
         "evaluated_after": state.evaluation.steps.get("after"),
         "evaluations_by_set": dict(state.evaluation.by_set),
+        "evaluation_parts": dict(state.evaluation.parts),
         "eval_losses": {str(step): sets for step, sets in state.losses.by_step.items()},
         "rewards": rewards(state),
         "metrics": state.progress.last_metrics,

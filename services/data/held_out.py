@@ -37,13 +37,14 @@ class HeldOut:
     def draw(self, k: int) -> Prompt:
         """Prompt ``k`` of all."""
         which = self._which(k)
-        return self._sets[which][self._row(k)]
+        return self._sets[which][self.place_of(k)]
 
     def name_of(self, k: int) -> str:
         """The set that prompt ``k`` is from."""
         return self._names[self._which(k)]
 
-    def _row(self, k: int) -> int:
+    def place_of(self, k: int) -> int:
+        """Which of its set's prompts ``k`` is, counted from 0."""
         which = self._which(k)
         return k - (self._ends[which - 1] if which else 0)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import time
 from dataclasses import replace
 from itertools import combinations
@@ -15,15 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from penstock.pipeline.config import ConfigError, load
 from penstock.protocols import messages as m
+from penstock.protocols.columns import Column, ColumnTable, WeightedSum
 from penstock.protocols.experience import Prompt, Sampling, Trajectory
 from penstock.services.broker import best_version
-from penstock.services.broker.config import EvalSampling, PromptsConfig
+from penstock.services.broker.config import CurriculumConfig, EvalSampling, PromptsConfig
+from penstock.services.broker.evaluated import _vote
 from penstock.services.broker.rules.course import best_of
 from penstock.services.broker.rules.evaluation import Evaluation, majority, pass_at
 from penstock.services.broker.rules.held_out_losses import HeldOutLosses
 from penstock.services.broker.rules.journal import Volatile
-from penstock.services.broker.scoring import _vote
 from penstock.services.broker.service import Broker
 from penstock.services.data.held_out import HeldOut
 from penstock.services.runtime.lines import read_lines
@@ -57,12 +61,18 @@ def test_the_majority_is_what_most_say(said: list[tuple[str | None, float]]) -> 
 def test_each_set_has_its_own_figures() -> None:
     evaluation = Evaluation(Volatile(), 3, [], lambda draw: "hard" if draw else "easy")
     evaluation.start("before", 0, None)
-    for number, (reward, scores) in enumerate([(1.0, {}), (0.5, {"pass@2": 1.0}), (0.0, {"pass@2": 0.0})]):
+    told: list[tuple[float, dict[str, float]]] = [(1.0, {}), (0.5, {"pass@2": 1.0}), (0.0, {"pass@2": 0.0})]
+    for number, (reward, scores) in enumerate(told):
         real = sorted(evaluation.leases.open)[0]
         assert evaluation.finish(real, 0, 0, 1, 2), number
-        done = evaluation.score(real, reward, scores)
+        done = evaluation.score(real, reward, scores, {"response_tokens": 4.0 + number})
     assert done is not None and done.mean() == 0.5
     assert evaluation.by_set["before"] == {"easy": 1.0, "hard": 0.25, "hard/pass@2": 0.5}
+    assert evaluation.parts["before"] == {"easy/response_tokens": 4.0, "hard/response_tokens": 5.5}
+    found = {by: evaluation.course(by) for by in ("hard", "hard/pass@2", "hard/response_tokens", "easy/pass@2")}
+    assert found == {
+        "hard": [(0, 0.25)], "hard/pass@2": [(0, 0.5)], "hard/response_tokens": [(0, 5.5)], "easy/pass@2": []
+    }  # fmt: skip
 
 
 def test_the_newest_evaluation_is_the_last() -> None:
@@ -263,6 +273,87 @@ def test_the_last_loss_ends_no_run_early(tmp_path: Path, redis_url: str) -> None
     trainer.box.ask(m.EvalLoss(step=0, sets={"given": 0.5}), 5)
     assert "after step 0" in stage.broker.state["early"]
     stage.close()
+
+
+EXACT = Column(name="reward/exact", scorer="reward", nullable=True, evaluated=True)
+SHORT = Column(name="reward/short", scorer="reward", nullable=True, evaluated=True)
+BOTH = ColumnTable(columns=(EXACT, SHORT), sums=(WeightedSum(name="reward", terms={EXACT.name: 1.0, SHORT.name: 0.5}),))
+
+
+def test_right_answers_pass_though_something_else_takes_off_from_their_reward(tmp_path: Path, redis_url: str) -> None:
+    several = {"n": 2, "temperature": 1.0, "column": EXACT.name}
+    prompts = PromptsConfig.model_validate(
+        {"train": {"type": "sort", "size": 50}, "eval": {"type": "sort", "size": 2, "seed": 1}}
+        | {"eval_sampling": {"held_out": several}, "eval_samples": 1}
+    )
+    stage = Stage(tmp_path, redis_url, prompts=prompts, columns=BOTH)
+    rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
+    reward.box.tell(m.Credit(total=100))
+    marks = {EXACT: [[1, 0], [0, 1]], SHORT: [[-1, -1], [-1, math.nan]]}
+    leases = [lease for lease in rollout.leases(2) if lease.purpose == "eval"]
+    for lease in leases:
+        rollout.finish(lease)
+    for column, values in marks.items():
+        said = [
+            m.Score(purpose="eval", number=lease.number, values=np.array(each, np.float32))
+            for lease, each in zip(leases, values, strict=True)
+        ]
+        reward.box.ask(m.Scores(column=column.name, scores=said), 5)
+    stage.close()
+    (row,) = [row for row in read_lines(tmp_path / "metrics.jsonl") if row["kind"] == "eval"]
+    assert row["reward"] == pytest.approx((0.0 - 0.5) / 2), "of answers that have one, the mean of each prompt"
+    assert {name: row["sets"][f"held_out/{name}"] for name in ("pass@1", "pass@2")} == {"pass@1": 0.5, "pass@2": 1.0}
+    assert row["parts"] == {
+        "held_out/reward/exact": 0.5, "held_out/reward/short": -1.0, "held_out/response_tokens": 2.0,
+        "held_out/finished_share": 1.0,
+    }  # fmt: skip
+    kept = read_lines(tmp_path / "eval_samples.jsonl")
+    assert [(each["label"], each["set"], each["row"], each["sample"], each["reward/exact"]) for each in kept] == [
+        ("before", "held_out", 0, 0, 1.0), ("before", "held_out", 0, 1, 0.0)
+    ]  # fmt: skip
+    assert all(each["response"] == "ab" and each["step"] == 0 and "group" not in each for each in kept)
+
+
+@pytest.mark.parametrize("last", [EXACT, SHORT])
+def test_a_curriculum_goes_by_its_own_column(tmp_path: Path, redis_url: str, last: Column) -> None:
+    rests = CurriculumConfig(column=EXACT.name, rest_hard=3, rest_easy=3)
+    prompts = PromptsConfig.model_validate({"train": {"type": "sort", "size": 50}, "eval": None, "curriculum": rests})
+    stage = Stage(tmp_path, redis_url, prompts=prompts, columns=BOTH)
+    rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
+    reward.box.tell(m.Credit(total=100))
+    leases = rollout.leases(3)
+    for lease in leases:
+        rollout.finish(lease)
+    marks = {EXACT: [[1, 1], [1, 0], [0, 0]], SHORT: [[-1, 0]] * 3}
+    for column in sorted(marks, key=lambda column: column is last):
+        said = [
+            m.Score(purpose="train", number=lease.number, values=np.array(each, np.float32))
+            for lease, each in zip(leases, marks[column], strict=True)
+        ]
+        reward.box.ask(m.Scores(column=column.name, scores=said), 5)
+    state = stage.broker._state
+    assert sorted(map(int, state.store.rows("curriculum"))) == sorted(state.prompts.row(draw) for draw in (0, 2))
+    stage.close()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["prompts.best_by=held_out/reward/exact_match"], ""),
+        (["prompts.best_by=held_out/pass@2"], "no evaluation tells 'held_out/pass@2'; of held_out there are reward/ex"),
+        (["prompts.best_by=held_out/pass@2", "prompts.eval_sampling={held_out: {n: 4, temperature: 1.0}}"], ""),
+        (["prompts.eval_sampling={held_out: {column: reference}}"], "reference is not asked for in evaluations"),
+        (["prompts.eval_sampling={held_out: {column: reward/exact}}"], "did you mean 'reward/exact_match'?"),
+        (["prompts.curriculum={column: reward/exact}"], "prompts.curriculum.column: no scorer writes"),
+    ],
+)
+def test_what_an_evaluation_is_told_by_is_there(overrides: list[str], said: str) -> None:
+    quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+    if not said:
+        load(quickstart, overrides)
+        return
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(quickstart, overrides)
 
 
 def test_a_held_out_row_that_cannot_be_told_costs_itself(tmp_path: Path, redis_url: str) -> None:

@@ -108,7 +108,7 @@ def test_numbers_come_by_column_and_are_ones_that_json_has(folder: Path) -> None
     found = RunFiles(folder).data()
     assert found["steps"]["step"] == [0, 1, 2] and found["steps"]["reward"] == [0.0, 0.333333, None]
     assert found["steps"]["critic_loss"] == [None, 0.25, None] and found["steps"]["time"][0] == 1795475882.123
-    assert found["evaluations"] == [{"step": 0, "label": "before", "sets": {"held_out": 0.5}}]
+    assert found["evaluations"] == [{"step": 0, "label": "before", "sets": {"held_out": 0.5}, "parts": {}}]
     beats = found["beats"]
     assert len(beats["time"]) <= 1500 and set(beats["actors"]["trainer"]["pid"]) == {None, 7, 8}
     assert found["sampled"] == []

@@ -105,6 +105,14 @@ class Curves {
         const shade = several ? which + place * this.runs.length : place;
         every.push({x: run.steps.step, y: values, label, shade, dash: DASHED.has(name), bound: DASHED.has(name)});
       });
+      const wanted = several && !compared ? lines.slice(0, 1) : lines;
+      const told = [...new Set(run.evaluations.flatMap((row) => Object.keys(row.parts)))];
+      told.filter((name) => wanted.includes(name.slice(name.indexOf("/") + 1))).forEach((name, place) => {
+        const rows = run.evaluations.filter((row) => name in row.parts).sort((a, b) => a.step - b.step);
+        every.push({x: rows.map((row) => row.step), y: rows.map((row) => row.parts[name]),
+          label: (several ? run.name + ": " : "") + name + ", evaluated", shade: several ? which : lines.length + place,
+          points: true, dash: true});
+      });
       if (evaluations) {
         const sets = new Set(run.evaluations.flatMap((row) => Object.keys(row.sets)).filter((name) =>
           !several || !name.includes("/")));

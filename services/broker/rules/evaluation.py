@@ -27,6 +27,8 @@ class Round:
     """By set, of the prompts that are done: the mean over their trajectories."""
     scores: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     """By set and by name (``pass@4``, ``maj@8``), of the prompts that have several answers."""
+    parts: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    """By set and by name (``reward/exact_match``, ``response_tokens``), of the prompts that have it."""
     versions: list[int] = field(default_factory=list)
     """The oldest and the newest of each group's tokens."""
     unusable: list[str] = field(default_factory=list)
@@ -58,9 +60,15 @@ class Round:
     def means(self) -> dict[str, float]:
         """The mean of each set; and, as ``SET/pass@4``, those of what several answers tell."""
         found = {name: sum(rewards) / len(rewards) for name, rewards in self.rewards.items()}
-        for name, scores in self.scores.items():
-            found |= {f"{name}/{what}": sum(values) / len(values) for what, values in scores.items()}
-        return found
+        return found | _means(self.scores)
+
+    def means_of_parts(self) -> dict[str, float]:
+        """As ``SET/reward/exact_match``: what the reward is made of, and what the answers are like."""
+        return _means(self.parts)
+
+
+def _means(of_sets: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    return {f"{name}/{what}": sum(values) / len(values) for name, of in of_sets.items() for what, values in of.items()}
 
 
 def pass_at(answers: int, passed: int) -> dict[str, float]:
@@ -109,7 +117,9 @@ class Evaluation:
         self.results: dict[str, float | None] = {}
         """Label to mean reward; None where no prompt had one."""
         self.by_set: dict[str, dict[str, float]] = {}
-        """Label to the mean reward of each set."""
+        """Label to the mean reward of each set, and what several answers tell: `Round.means`."""
+        self.parts: dict[str, dict[str, float]] = {}
+        """Label to `Round.means_of_parts`."""
         self.steps: dict[str, int] = {}
         """Label to the step it was made at."""
         self.made = 0
@@ -148,16 +158,20 @@ class Evaluation:
             self.round.versions += [oldest, newest]
         return True
 
-    def score(self, number: int, reward: float, scores: Mapping[str, float] | None = None) -> Round | None:
-        """The group has all its columns, this mean reward, and ``scores`` of its several answers; the round, if that
-        completes it."""
+    def score(
+        self, number: int, reward: float, scores: Mapping[str, float] | None = None,
+        parts: Mapping[str, float] | None = None,
+    ) -> Round | None:  # fmt: skip
+        """The group has all its columns, this mean reward, ``scores`` of its several answers, and ``parts``; the round,
+        if that completes it."""
         entry = self.replay.remove(number) if self.round else None
         if self.round is None or entry is None:
             return None
         name = self._set_of(entry.draw)
         self.round.rewards.setdefault(name, []).append(reward)
-        for what, value in (scores or {}).items():
-            self.round.scores.setdefault(name, {}).setdefault(what, []).append(value)
+        for kept, found in ((self.round.scores, scores or {}), (self.round.parts, parts or {})):
+            for what, value in found.items():
+                kept.setdefault(name, {}).setdefault(what, []).append(value)
         return self._end()
 
     def open(self, number: int) -> bool:
@@ -175,18 +189,22 @@ class Evaluation:
         """What metrics.jsonl says of an earlier round, where the store knows of none."""
         answered, unusable = row.get("prompts", 1), row.get("unusable", 0)
         few = answered < LEAST * (answered + unusable)
-        self._put(row["label"], row["step"], row["reward"], row["sets"], few)
+        self._put(row["label"], row["step"], row["reward"], row["sets"], row.get("parts", {}), few)
 
     def course(self, by: str | None = None, after: int = 0) -> list[tuple[int, float]]:
-        """Step and mean reward of each evaluation that has one, by step: over all prompts, or those of the set ``by``.
+        """Step and mean reward of each evaluation that has one, by step: over all prompts, or what ``by`` names: a set,
+        or one of its `parts` or scores.
         Of two after the same step the last one counts, of which the first ``after`` rounds are none; one in which most
         prompts had no reward, whose judge was away say, does not."""
-        found = {label: self.by_set.get(label, {}).get(by) if by else reward for label, reward in self.results.items()}
+        found = {label: self._named(label, by) if by else reward for label, reward in self.results.items()}
         course: dict[int, float] = {}
         for label, reward in found.items():
             if reward is not None and label not in self._few and self._number[label] > after:
                 course[self.steps[label]] = reward
         return sorted(course.items())
+
+    def _named(self, label: str, by: str) -> float | None:
+        return (self.parts.get(label, {}) | self.by_set.get(label, {})).get(by)
 
     def _end(self) -> Round | None:
         assert self.round
@@ -194,12 +212,16 @@ class Evaluation:
             return None
         finished, self.round = self.round, None
         few = sum(map(len, finished.rewards.values())) < LEAST * self.size
-        self._put(finished.label, finished.step, finished.mean(), finished.means(), few)
+        told = finished.means(), finished.means_of_parts()
+        self._put(finished.label, finished.step, finished.mean(), *told, few)
         return finished
 
-    def _put(self, label: str, step: int, reward: float | None, by_set: Mapping[str, float], few: bool) -> None:
+    def _put(
+        self, label: str, step: int, reward: float | None, by_set: Mapping[str, float], parts: Mapping[str, float],
+        few: bool,
+    ) -> None:  # fmt: skip
         self._put_aside(label, step)
-        row = {"reward": reward, "by_set": by_set, "step": step, "made": self.made + 1, "few": few}
+        row = {"reward": reward, "by_set": by_set, "parts": parts, "step": step, "made": self.made + 1, "few": few}
         self._keep(label, row)
         self._journal.put(self.TABLE, label, row)
 
@@ -210,14 +232,15 @@ class Evaluation:
         if step == made_at or (other := f"step {step}") in self.results:
             return
         row = {"reward": self.results[label], "by_set": self.by_set[label], "step": step, "made": self._number[label]}
-        row["few"] = label in self._few
+        row |= {"parts": self.parts[label], "few": label in self._few}
         self._keep(other, row)
         self._journal.put(self.TABLE, other, row)
 
     def _keep(self, label: str, row: Mapping[str, Any]) -> None:
-        for known in (self.results, self.by_set, self.steps):
+        for known in (self.results, self.by_set, self.parts, self.steps):
             known.pop(label, None)  # what is measured again is the newest
         self.results[label], self.by_set[label], self.steps[label] = row["reward"], row["by_set"], row["step"]
+        self.parts[label] = row.get("parts", {})  # a store of older code has none
         self._number[label] = row["made"]
         self.made = max(self.made, row["made"])
         (self._few.add if row.get("few") else self._few.discard)(label)
