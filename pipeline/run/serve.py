@@ -29,7 +29,7 @@ from penstock.services.runtime.actor import ActorContext, on_stop
 from penstock.services.runtime.address import interface_of, own_address, own_endpoint
 from penstock.services.runtime.errors import EXIT_SETUP, SetupError
 from penstock.services.runtime.files import write_whole
-from penstock.services.runtime.gpus import ALLOCATOR, GROWS, visible_gpus
+from penstock.services.runtime.gpus import ALLOCATOR, EXACT, GROWS, visible_gpus
 from penstock.services.runtime.processes import raise_file_limit
 from penstock.services.runtime.registry import ActorSpec
 
@@ -154,7 +154,7 @@ def environment(spec: ActorSpec, config: Config) -> dict[str, str]:
     if (spec.learns or spec.kind == "reference") and not told:
         found[ALLOCATOR[0]] = GROWS
     if config.run.deterministic and visible_gpus():
-        found |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "VLLM_BATCH_INVARIANT": "1"}
+        found |= EXACT | {"VLLM_BATCH_INVARIANT": "1"}
     return found
 
 

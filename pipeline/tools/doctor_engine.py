@@ -30,6 +30,7 @@ from penstock.services.rollout.engines.base import Completion, Engine, EngineErr
 from penstock.services.rollout.service import make_engine
 from penstock.services.runtime import logs
 from penstock.services.runtime.errors import SetupError
+from penstock.services.trainer.canary import canary_tokens
 from penstock.services.trainer.mismatch import Mismatch
 from penstock.services.turns.tokenizer import TextError, Tokenizer
 
@@ -112,11 +113,9 @@ def _examine(
         Replay(model)
     give_sight(model, path, config.model.dtype, torch.device("cpu"))
     frozen = {id(parameter) for tower in towers(model).values() for parameter in tower.parameters()}
-    random = np.random.default_rng(config.run.seed)
     tolerance = config.weights.canary_tolerance or LOGPROBS[config.model.dtype]
-    scored = random.integers(0, model.config.get_text_config().vocab_size, max(2, config.weights.canary_tokens)).astype(
-        np.int32
-    )
+    ids = canary_tokens(text.plain, model.config, max(2, config.weights.canary_tokens))
+    scored = np.array(ids, np.int32)
     asked = _requests(config, text, prompts)
     if showing := sum(bool(request.pictures) for request in asked):
         findings.add(None, "pictures", f"{showing} of {len(asked)} prompts show some")
@@ -127,7 +126,10 @@ def _examine(
                 for parameter in (p for p in model.parameters() if id(p) not in frozen):
                     parameter.mul_(1 + NUDGE * torch.randn(parameter.shape, dtype=torch.float32).to(parameter.dtype))
         say(f"loading version {version}")
-        prepared = engine.prepare({name: p.detach().clone() for name, p in model.named_parameters()})
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        if not engine.remote:  # which copies them itself
+            weights = {name: tensor.clone() for name, tensor in weights.items()}
+        prepared = engine.prepare(weights)
         started = time.monotonic()
         engine.swap(prepared, version)
         findings.add(True, f"version {version}: load", f"{1000 * (time.monotonic() - started):.1f} ms")
@@ -135,7 +137,7 @@ def _examine(
         wrong = np.abs(seen[-1] - _logprobs(model, scored, 1.0))
         findings.add(
             bool(wrong.mean() <= tolerance),
-            f"version {version}: log-probabilities of a random text",
+            f"version {version}: log-probabilities of a text",
             f"mean difference {wrong.mean():.2g}, largest {wrong.max():.2g} (tolerance of the mean {tolerance:g})",
         )
         say(f"answering {prompts} prompts under version {version}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.run.folder import model_path
 from penstock.pipeline.tools.rollouts import check_archive
 from penstock.protocols.messages import Batch
+from penstock.services.runtime.gpus import EXACT, visible_gpus
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     """The archived steps of the run in ``folder``, done again from the model it started from; with ``only``, from the
     newest checkpoint at or before that step, and just as far. Raises `ConfigError` where the archive has none of it, or
     a gap, or not all columns of ``config``."""
+    if config.run.deterministic and visible_gpus():
+        for name, value in EXACT.items():  # before torch asks for them
+            os.environ.setdefault(name, value)
     import torch
 
     from penstock.pipeline.run.folder import run_key

@@ -77,6 +77,10 @@ def inventory() -> Inventory:
         pynvml.nvmlShutdown()
 
 
+EXACT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""With which cuBLAS computes the same bits each time: of every process that does what another has done."""
+
+
 def visible_gpus() -> list[str]:
     """What CUDA_VISIBLE_DEVICES would call the GPUs that this process may use. Raises `SetupError` where that names one
     which is not there, or the driver does not answer."""

@@ -29,9 +29,10 @@ VLLM = ["rollout.engine.type=vllm", "rollout.engine.vllm.enforce_eager=true", "r
 CLOSE = 5e-4
 
 
-def check_versions(folder: Path, steps: int) -> int:
+def check_versions(folder: Path, steps: int, close: float = CLOSE) -> int:
     """Redoes the run's first ``steps`` from its archive, and compares every token of trajectories with several versions
-    with the log-probability that the version which claims it gives it. Returns how many such there were."""
+    with the log-probability that the version which claims it gives it, which it is to be this ``close`` to. Returns how
+    many such there were."""
     config = load(folder / "config.yaml")
     model = load_model(str(folder / "model"), "float32", torch.device("cpu"))
     learner = Learner(model, config.trainer, config.rollout.sampling.temperature)
@@ -56,7 +57,7 @@ def check_versions(folder: Path, steps: int) -> int:
                     logits = torch.func.functional_call(model, held[version], (ids,)).logits[0].float()
                 found = logits.log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0].numpy()
                 mine = (trajectory.versions == version)[1:]
-                np.testing.assert_allclose(trajectory.logprobs[1:][mine], found[mine], atol=CLOSE)
+                np.testing.assert_allclose(trajectory.logprobs[1:][mine], found[mine], atol=close)
         learner.train(step)
     return mixed
 

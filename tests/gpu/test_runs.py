@@ -23,6 +23,8 @@ from tests.gpu.machine import Machine
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 Note = Callable[[str, str], None]
 
+ON_GPU = 2e-3
+"""How close a version redone on the CPU is to the one that a GPU trained: AdamW makes much of what they round apart."""
 LARGER = ["model.hidden_size=1024", "model.intermediate_size=4096", "model.layers=16", "model.heads=16",
           "model.kv_heads=8", "model.head_dim=64", "model.dtype=bfloat16", "model.warm_start.steps=2",
           "model.warm_start.batch=8"]  # fmt: skip
@@ -140,7 +142,7 @@ def test_vllm_with_cuda_graphs_serves_what_it_was_told(tmp_path: Path, machine: 
     share = [] if machine.rehearsed else ["rollout.engine.vllm.gpu_memory_utilization=0.4"]
     run = Run(tmp_path, [*VLLM, graphs, *more, *share])
     check_promises(run.wait(500))
-    assert check_versions(run.folder, 15) > 0
+    assert check_versions(run.folder, 15, ON_GPU) > 0
 
 
 @pytest.mark.vllm
@@ -153,7 +155,7 @@ def test_vllm_over_two_gpus_loads_by_nccl(tmp_path: Path, machine: Machine, note
     more = ["rollout.engine.kv_on_update=recompute", f"weights.transport={transport}"]
     run = Run(tmp_path, [*VLLM, graphs, *only, *more])
     check_promises(run.wait(500))
-    assert check_versions(run.folder, 15) > 0
+    assert check_versions(run.folder, 15, ON_GPU) > 0
     note(f"publish by {transport} into two vLLM workers", publishes(run, transport))
 
 
