@@ -29,6 +29,8 @@ VALUES = "values"
 nothing was sampled."""
 GREEDY = "greedy"
 """No column: what an advantage may be given for each trajectory, the reward of its group's greedy answer."""
+BASELINE = "baseline"
+"""No column: what an advantage may be given for each trajectory, the running mean reward of its role."""
 PICKED = "picked"
 """No column: what a loss may be given for each token, 1 where it is one of those that it picks out of the update."""
 UNDECIDED = "undecided"
@@ -60,7 +62,8 @@ REFERENCE = "reference"
 
 GIVEN = frozenset(
     (
-        GREEDY, PICKED, UNDECIDED, GOOD, LAGS, SAMPLED, POLICY, SQUARES, TAUGHT, STATES, SCORES, SESSIONS, WEIGHTS,
+        GREEDY, BASELINE, PICKED, UNDECIDED, GOOD, LAGS, SAMPLED, POLICY, SQUARES, TAUGHT, STATES, SCORES, SESSIONS,
+        WEIGHTS,
     )
 )  # fmt: skip
 """Names of what is made for a built-in choice, which no column may have: it would be covered by it."""

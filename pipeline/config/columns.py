@@ -168,6 +168,11 @@ def _check_shapes(advantage: Any, by_token: set[str], by_token_alone: set[str]) 
             f"trainer.algorithm.advantage.components: {min(wrong)} has a value for each token; gdpo compares "
             "trajectories"
         )
+    if advantage.type == "rae" and advantage.role in by_token:
+        raise ValueError(
+            f"trainer.algorithm.advantage.role: {advantage.role} has a value for each token, and a role is one of a "
+            "trajectory"
+        )
     if advantage.type == "distillation" and (wrong := set(advantage.columns) - by_token):
         raise ValueError(
             f"trainer.algorithm.advantage.teachers: {min(wrong)} has a value for each trajectory; a teacher has a "

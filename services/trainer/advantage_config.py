@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from penstock.protocols.columns import (
+    BASELINE,
     GREEDY,
     POLICY,
     REFERENCE,
@@ -76,6 +77,31 @@ class ReMaxAdvantage(Choice):
     by_token = True
     given = (GREEDY,)
     type: Literal["remax"] = "remax"
+
+
+class RoleAdvantage(Choice):
+    """RAE, for self-play: the reward, less a running mean of the rewards of its role, so that whoever moves first in a
+    game is compared with those who did. Needs no group (`n: 1`)."""
+
+    implementation = "advantages.rae:rae"
+    paper = "Liu et al. 2025, arXiv:2506.24119"
+    compares = False
+    given = (BASELINE,)
+    type: Literal["rae"] = "rae"
+    role: str | None = None
+    """Column with a number for each trajectory that says its role, e.g. ``reward/role`` of a function of weight 0; each
+    number has a mean of its own, for each source of prompts. null: the source alone is the role."""
+    decay: float = Field(0.95, ge=0, lt=1)
+    """How slowly a mean follows: how much of it stays behind each answer's reward, e.g. ``0.99``."""
+
+    @property
+    def columns(self) -> list[str]:
+        """Of the role."""
+        return [self.role] if self.role else []
+
+    def options(self) -> dict[str, Any]:
+        """None of the function's: who follows is the learner."""
+        return {}
 
 
 class ReinforcePlusPlusAdvantage(Choice):
@@ -297,7 +323,7 @@ class NoAdvantage(Choice):
 
 
 BuiltInAdvantage = (
-    GaeAdvantage | GroupAdvantage | LeaveOneOutAdvantage | ReMaxAdvantage | ReinforcePlusPlusAdvantage
+    GaeAdvantage | GroupAdvantage | LeaveOneOutAdvantage | ReMaxAdvantage | RoleAdvantage | ReinforcePlusPlusAdvantage
     | ReinforcePlusPlusBaselineAdvantage | OpoAdvantage | OptimalTokenBaselineAdvantage | GpgAdvantage
     | PassAtKAdvantage | MaxRlAdvantage | GdpoAdvantage | GigpoAdvantage | DistillationAdvantage
     | SelfDistillationAdvantage | NoAdvantage

@@ -17,8 +17,8 @@ class Traits(Section):
     """Of an advantage: fewer trajectories in a group teach nothing."""
     given: ClassVar[tuple[str, ...]] = ()
     """What it is given behind its columns: an advantage `GREEDY`, for which each group has a greedy answer more,
-    `SAMPLED`, `STATES`, `SCORES`, `SESSIONS`, or `POLICY`, `SQUARES`, `WEIGHTS` and `TAUGHT`, for which the step takes
-    a forward pass more; a loss `PICKED`."""
+    `BASELINE`, `SAMPLED`, `STATES`, `SCORES`, `SESSIONS`, or `POLICY`, `SQUARES`, `WEIGHTS` and `TAUGHT`, for which the
+    step takes a forward pass more; a loss `PICKED`."""
     by_token: ClassVar[bool] = False
     """Of an advantage: it takes the reward of each token, not of the whole trajectory."""
     compares: ClassVar[bool] = True

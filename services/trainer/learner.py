@@ -12,15 +12,14 @@ import numpy as np
 import torch
 
 from penstock.protocols.columns import (
+    BASELINE,
     GIVEN,
     GOOD,
-    GREEDY,
     LAGS,
     PICKED,
     POLICY,
     SAMPLED,
     SQUARES,
-    STATES,
     TAUGHT,
     UNDECIDED,
     WEIGHTS,
@@ -31,7 +30,7 @@ from penstock.services.learning.constraints import with_known_costs
 from penstock.services.learning.layer_norms import LayerNorms
 from penstock.services.learning.model_flops import ModelFlops
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
-from penstock.services.learning.token_rewards import shaped, token_rewards
+from penstock.services.learning.token_rewards import token_rewards
 from penstock.services.modeling.lengths import positions_of
 from penstock.services.modeling.packing import Pass, Rows
 from penstock.services.modeling.parallel.fsdp import forward, forward_statistics, reshard, sum_gradients
@@ -41,7 +40,7 @@ from penstock.services.modeling.routing import Replay
 from penstock.services.modeling.taught import Taught
 from penstock.services.modeling.token_statistics import Statistic
 from penstock.services.runtime import health
-from penstock.services.runtime.errors import SetupError
+from penstock.services.trainer.advantage_columns import advantage_columns
 from penstock.services.trainer.algorithms.compose import SUMMED, Algorithm, Part, Totals
 from penstock.services.trainer.by_lag import ByLag
 from penstock.services.trainer.config import TrainerConfig
@@ -50,7 +49,6 @@ from penstock.services.trainer.judgements import Judgements
 from penstock.services.trainer.mismatch import Mismatch
 from penstock.services.trainer.sampled_entropy import sampled_entropy
 from penstock.services.trainer.self_teacher import SelfTeacher
-from penstock.services.trainer.turn_states import turn_states
 from penstock.services.trainer.undecided import most_undecided
 from penstock.services.trainer.weight_average import WeightAverage
 
@@ -285,20 +283,9 @@ class Learner(ModelLearner):
         state = self.state if self.version >= self._frozen_steps else dict(self.state)
         rewards = token_rewards(step, rewarded, self._config.algorithm.penalties, state)
         metrics = rewards.metrics
-        columns: dict[str, torch.Tensor] = {}
-        for name in self.algorithm.group_columns:
-            by_token = name not in step.values or self._config.algorithm.advantage.by_token
-            columns[name] = step.column(name, rewarded, by_token)
-        if step.greedy is not None:
-            columns[GREEDY] = shaped(torch.from_numpy(step.greedy[rewarded]), self._config.algorithm.reward_shape)
-        elif self._config.algorithm.advantage.type == "remax":
-            raise SetupError(
-                "trainer.algorithm.advantage: remax, and a step was taken before the run had greedy answers; go on "
-                "with the advantage that it had until a checkpoint covers that step"
-            )
-        columns[SAMPLED] = step.padded([t.logprobs for t in step.trajectories], rewarded)
-        if STATES in self.algorithm.given:
-            columns[STATES] = step.padded(turn_states(step.trajectories, step.sessions), rewarded)
+        columns = advantage_columns(step, rewarded, self._config.algorithm, rewards, state)
+        if BASELINE in self.algorithm.given:
+            metrics |= {name: value for name, value in state.items() if name.startswith(BASELINE + "/")}
         groups, sessions = torch.from_numpy(step.groups[rewarded]), torch.from_numpy(step.sessions[rewarded])
         mask = rewards.mask.bool()
         if self._config.algorithm.weighs_policy:

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 PresetName = Literal[
     "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "gspo", "cispo", "sapo", "gmpo", "dppo", "gpg",
     "opo", "maxrl", "remax", "distillation", "gkd", "sdpo", "gigpo", "lite_ppo", "luspo", "m2po", "topr", "vapo",
-    "vespo", "sft", "luffy",
+    "vespo", "sft", "luffy", "spiral",
 ]  # fmt: skip
 
 SECTIONS = ("advantage", "loss", "correction", "imitate", "distill", "given")
@@ -51,6 +51,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": "token-mean",
     },
     "vespo": {"loss": {"type": "vespo"}},
+    "spiral": {
+        "advantage": {"type": "rae"},
+        "loss": {"type": "reinforce"},
+        "correction": {"type": "truncated"},
+    },
     "sft": {"given": {"shape": "nll", "compared": False}},
     "luffy": {
         "advantage": {"type": "grpo", "std": False},

@@ -57,6 +57,7 @@ def columns(scores: torch.Tensor) -> dict[str, torch.Tensor]:
         "reward/b": 1 - scores * scores,
         "values": values,
         "greedy": scores / 2,
+        "baseline": scores / 3,
         "reference": values - 1,
         "sampled": values / 2 - 1,
         "policy": values / 3 - 1,

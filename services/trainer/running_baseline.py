@@ -1,0 +1,37 @@
+"""A baseline that follows the rewards of each role over the steps: Liu et al. 2025, arXiv:2506.24119 (SPIRAL)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from penstock.protocols.columns import BASELINE
+from penstock.services.learning.batch import TrainingBatch
+
+KEY = f"{BASELINE}/"
+"""What names in a learner's `state` begin with."""
+
+
+def running_baselines(
+    rewards: Sequence[float], roles: Sequence[str], sessions: Sequence[int], decay: float, state: dict[str, float]
+) -> np.ndarray:
+    """float64 ``[rows]``: b of each row's role, once it has followed the row's own reward R by b ← decay · b +
+    (1 − decay) · R, one row after the other in the step's order; it begins at 0. Of rows with the same role that are
+    branches of one session the first one is followed. ``state`` has b by role, and keeps it."""
+    found, followed = np.zeros(len(rewards)), set()
+    for row, (reward, role, session) in enumerate(zip(rewards, roles, sessions, strict=True)):
+        name = KEY + role
+        if (role, session) not in followed:
+            state[name] = decay * state.get(name, 0.0) + (1 - decay) * float(reward)
+        followed.add((role, session))
+        found[row] = state[name]
+    return found
+
+
+def roles_of(step: TrainingBatch, rows: np.ndarray, column: str | None) -> list[str]:
+    """Of each of ``rows``: its prompt's source, and the number that ``column`` has for it, as ``SOURCE/NUMBER``, either
+    where there is one; ``all`` where there is neither."""
+    sources: Sequence[str] = step.sources or [""] * len(step.trajectories)
+    numbers: Mapping[int, str] = {row: f"{step.values[column][row]:g}" for row in rows} if column else {}
+    return ["/".join(filter(None, (sources[row], numbers.get(row, "")))) or "all" for row in rows.tolist()]
