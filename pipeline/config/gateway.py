@@ -8,7 +8,7 @@ from typing import Any
 def check_gateway(config: Any) -> None:
     """Raises `ValueError` where a run with gateways cannot work."""
     trajectories = config.sampling.trajectories
-    if config.rollout.environment is not None:
+    if config.rollout.all_environments:
         raise ValueError(
             "gateway.count: agents make the groups of a run, or rollout.environment does; leave one of them out"
         )

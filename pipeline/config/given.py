@@ -99,7 +99,7 @@ def _unfit(config: Any) -> Iterator[str]:
     """What has no place for answers that are given."""
     if config.gateway.count:
         yield "agents make their groups themselves, and take no row's answer; leave it out, or gateway.count"
-    if config.rollout.environment is not None:
+    if config.rollout.all_environments:
         yield "an environment answers what the policy says, and has nothing to say to a row's answer; leave one out"
     if config.rollout.sampling.routing_replay:
         yield "no engine has routed what it was not asked for; set rollout.sampling.routing_replay=false"

@@ -257,7 +257,7 @@ class Config(Section):
     @property
     def show_pictures(self) -> bool:
         """Prompts may, or what an environment answers, or agents."""
-        return self.prompts.show_pictures or any(e.pictures for e in (self.rollout.environment, self.gateway) if e)
+        return self.prompts.show_pictures or self.rollout.shows_pictures or self.gateway.pictures
 
     @property
     def reference_quantized(self) -> LoraConfig | None:
@@ -336,7 +336,7 @@ class Config(Section):
                 "trainer.algorithm.length_scale is needed by seq-mean-token-sum-norm; "
                 "rollout.sampling.max_new_tokens is a good value"
             )
-        if algorithm.advantage.type == "self_distillation" and (self.gateway.count or self.rollout.environment):
+        if algorithm.advantage.type == "self_distillation" and (self.gateway.count or self.rollout.all_environments):
             raise ValueError(
                 "trainer.algorithm.advantage: self_distillation shows a good answer in the prompt, and what agents and "
                 "environments are asked begins elsewhere; take another advantage"
@@ -348,7 +348,7 @@ class Config(Section):
             )
         if self.gateway.count:
             check_gateway(self)
-        elif self.rollout.environment is None and any(f.function == ENVIRONMENT for f in self.reward.functions):
+        elif not self.rollout.all_environments and any(f.function == ENVIRONMENT for f in self.reward.functions):
             raise ValueError(
                 "reward.functions: environment stands for what an environment or an agent gave, and there is none; set "
                 "rollout.environment or gateway.count, or take another function"
@@ -371,8 +371,8 @@ def _check_judged(config: Config) -> None:
     """Raises `ValueError` where tools are called, and nobody says what the answer was worth."""
     judges = [f for f in config.reward.functions if any(f.terms.values()) and f.function != ENVIRONMENT]
     reads = config.trainer.algorithm.advantage.type not in ("none", "distillation", "custom")
-    environment = config.rollout.environment
-    if environment and environment.tools and reads and not (judges or config.reward.columns):
+    tools = any(environment.tools for environment in config.rollout.all_environments.values())
+    if tools and reads and not (judges or config.reward.columns):
         raise ValueError(
             "reward.functions: the environment `tools` gives no reward, and nobody else is named to judge the answer; "
             "give a function, e.g. reward.functions=[{function: exact_match}]"

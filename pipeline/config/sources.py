@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.protocols.columns import ColumnTable
 from penstock.services.data.config import DataConfig, MixData, says_sources
+from penstock.services.reward.config import ENVIRONMENT
 from penstock.services.trainer.advantage_config import DistillationAdvantage, GdpoAdvantage, NoAdvantage
 
 OTHER = "\0"
@@ -18,7 +19,7 @@ def check_sources(config: Any) -> None:
     """Raises `ValueError` where a scorer names a source that there is not, where prompts of one have no reward, or
     where something that is read of a prompt is not there."""
     table: ColumnTable = config.columns
-    if not table.by_source:
+    if not table.by_source and not config.rollout.environments:
         return
     places = places_of(config)
     trained = places["prompts.train"]
@@ -30,6 +31,7 @@ def check_sources(config: Any) -> None:
     for key, sources in places.items():
         for source in sources:
             _check_judged(table, key, source)
+            _check_played(config, key, source)
     for key, column in _learned_from(config):
         if lacking := _lacking(table, column, trained):
             raise ValueError(
@@ -62,10 +64,11 @@ def places_of(config: Any) -> dict[str, list[str]]:
 
 
 def unknown_names(config: Any, places: Mapping[str, Iterable[str]]) -> Iterator[str]:
-    """Words about each name in a scorer's `sources` that is in none of ``places``."""
+    """Words about each name in a scorer's `sources`, or of an environment's, that is in none of ``places``."""
     known = {source: key for key, sources in places.items() for source in sources if source not in ("", OTHER)}
     asked = [(f"reward.functions.{i}.sources", f.sources) for i, f in enumerate(config.reward.functions)]
     asked += [(f"scorers.{kind}.sources", scorer.sources) for kind, scorer in config.scorers.items()]
+    asked += [("rollout.environments", list(config.rollout.environments))]
     there = ", ".join(f"{source} ({key})" for source, key in known.items()) or "none, since prompts.train is no mixture"
     for key, names in asked:
         for name in names:
@@ -82,6 +85,19 @@ def _check_judged(table: ColumnTable, key: str, source: str) -> None:
         f"{key}: no reward is made for {_said([source])}: every reward function with a weight is asked for other "
         "sources alone; name it in reward.functions.N.sources, or ask one of them for all (sources: [])"
     )
+
+
+def _check_played(config: Any, key: str, source: str) -> None:
+    """What an environment gave is asked for where there is one."""
+    if source == OTHER or config.gateway.count or config.rollout.environment_of(source):
+        return
+    for index, function in enumerate(config.reward.functions):
+        if function.function == ENVIRONMENT and (not function.sources or source in function.sources):
+            raise ValueError(
+                f"reward.functions.{index}: environment stands for what an environment gave, and {_said([source])} of "
+                f"{key} is played in none; name in its sources those that are, e.g. "
+                f"sources: [{', '.join(config.rollout.environments)}]"
+            )
 
 
 def _learned_from(config: Any) -> Iterator[tuple[str, str]]:

@@ -95,7 +95,7 @@ def _look_at(
         if held_out and len(prompts) > most:
             size = f"the first {most:,} of {size} (prompts.eval_size)"
         report.lines.append(f"{key}: {size}; row {usable[0].index}: {usable[0].as_text()[:60]!r}")
-        if not any(each.pictures for each in (config.rollout.environment, config.gateway) if each):
+        if not (config.rollout.shows_pictures or config.gateway.pictures):
             unshown.look_at_rows(source, key, prompts, usable, report)
         if why:
             report.notes.append(

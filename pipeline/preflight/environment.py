@@ -15,39 +15,44 @@ from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.preflight.rewards import ANSWER, TRIAL_S
 from penstock.protocols.experience import Prompt
 from penstock.services.environments.begun import begun_with
-from penstock.services.environments.config import EnvironmentConfig
+from penstock.services.environments.config import EnvironmentConfig, key_of
 from penstock.services.environments.pool import Answered, EnvironmentPool
 from penstock.services.environments.tool_calls import BEGIN
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install
 
-KEY = "rollout.environment"
-
 
 def look(config: Config, report: Report) -> None:
     """Adds to ``report`` what is found."""
-    environment = config.rollout.environment
-    if environment is None:
-        return
+    for source, environment in config.rollout.all_environments.items():
+        others = [row for name, row in report.rows.items() if name not in config.rollout.environments]
+        row = report.rows.get(source) if source else next(iter(others), report.row)
+        _look_at(config, environment, key_of(source), row, report)
+
+
+def _look_at(config: Config, environment: EnvironmentConfig, key: str, row: Prompt | None, report: Report) -> None:
+    """At what stands at ``key``; ``row`` is one that it answers."""
     if environment.tools and environment.tools.mcp and find_spec("mcp") is None:
-        report.lacks_package(f"{KEY}.options.mcp: the SDK of MCP is not installed; run: {install('mcp')}")
+        report.lacks_package(f"{key}.options.mcp: the SDK of MCP is not installed; run: {install('mcp')}")
         return
     if lacks := environment.tools.lacking() if environment.tools else []:
-        report.here += [f"{KEY}.options.{lack}" for lack in lacks]
+        report.here += [f"{key}.options.{lack}" for lack in lacks]
         return
     with report.collect():
         try:
-            pool = EnvironmentPool(environment)
+            pool = EnvironmentPool(environment, key)
         except ConnectionError as error:  # in a run it is tried again
             raise SetupError(str(error)) from error
         try:
-            if report.row is not None:
-                _play(config, environment, pool, report.row, report)
+            if row is not None:
+                _play(config, environment, key, pool, row, report)
         finally:
             pool.close()
 
 
-def _play(config: Config, environment: EnvironmentConfig, pool: EnvironmentPool, row: Prompt, report: Report) -> None:
+def _play(
+    config: Config, environment: EnvironmentConfig, key: str, pool: EnvironmentPool, row: Prompt, report: Report
+) -> None:
     """One turn, with an answer that need not make sense. Adds to ``report`` what came of it. Raises `SetupError`."""
     truth = row.truth if isinstance(row.truth, str) and row.truth else ANSWER
     calls: dict[str, Callable[[Answered], None]] = {
@@ -61,35 +66,37 @@ def _play(config: Config, environment: EnvironmentConfig, pool: EnvironmentPool,
             found, error = said.get(timeout=min(TRIAL_S, environment.timeout_s) + 2)
         except queue.Empty:
             report.notes.append(
-                f"{KEY}: {environment.environment}: {name} did not answer within {TRIAL_S:g} s; it was not looked at"
+                f"{key}: {environment.environment}: {name} did not answer within {TRIAL_S:g} s; it was not looked at"
             )
             return
         if found is None:
-            raise SetupError(f"{KEY}: {environment.environment}: {name}, tried on row {row.index}, {error}")
+            raise SetupError(f"{key}: {environment.environment}: {name}, tried on row {row.index}, {error}")
         if found.get("tools") and not isinstance(found["prompt"], list) and row.messages is None:
             raise SetupError(
-                f"{KEY}: {environment.environment} has tools, which a chat template tells of, and row {row.index} is "
+                f"{key}: {environment.environment} has tools, which a chat template tells of, and row {row.index} is "
                 "plain text; take prompts of messages (prompts.train.chat=true with a source that has it)"
             )
         if found.get("tools") and isinstance(config.model, TinyModel):
             raise SetupError(
-                f"{KEY}: {environment.environment} has tools, which a chat template tells of, and a tiny model has "
+                f"{key}: {environment.environment} has tools, which a chat template tells of, and a tiny model has "
                 "none; take a pretrained model, or an environment without tools"
             )
         if "prompt" in found and isinstance(config.model, PretrainedModel):
-            _encode(config, environment, row, found, report)
+            _encode(config, environment, key, row, found, report)
         if found.get("tools"):
             names = ", ".join(str(tool.get("function", {}).get("name")) for tool in found["tools"])
-            report.lines.append(f"{KEY}: {environment.environment}: the policy may call {names}")
+            report.lines.append(f"{key}: {environment.environment}: the policy may call {names}")
         if "reward" in found:
             then = "ended the task" if found["done"] else "went on"
             report.lines.append(
-                f"{KEY}: {environment.environment}: {name}, on row {row.index}, gave a reward of {found['reward']:g} "
+                f"{key}: {environment.environment}: {name}, on row {row.index}, gave a reward of {found['reward']:g} "
                 f"and {then}"
             )
 
 
-def _encode(config: Config, environment: EnvironmentConfig, row: Prompt, found: dict[str, Any], report: Report) -> None:
+def _encode(
+    config: Config, environment: EnvironmentConfig, key: str, row: Prompt, found: dict[str, Any], report: Report
+) -> None:
     """What reset has ``found`` for the ``row``, as tokens: there is room for an answer, and the policy hears of the
     tools. Raises `SetupError`."""
     from penstock.services.modeling.lengths import positions_of
@@ -105,10 +112,10 @@ def _encode(config: Config, environment: EnvironmentConfig, row: Prompt, found: 
         silent = bool(tools) and np.array_equal(tokens, tokenizer.encode(prompt))
     except Exception as error:  # a template may raise anything
         what = f"{type(error).__name__}: {error}"
-        raise SetupError(f"{KEY}: {environment.environment}: what row {row.index} begins with: {what}") from error
+        raise SetupError(f"{key}: {environment.environment}: what row {row.index} begins with: {what}") from error
     if silent:
         words = (
-            f"{KEY}: {environment.environment} has tools, and the chat template of {path} does not tell of them; take "
+            f"{key}: {environment.environment} has tools, and the chat template of {path} does not tell of them; take "
             "a model whose template does, or give model.chat_template"
         )
         if not any(message["role"] == "system" for message in prompt.as_messages()):
@@ -117,7 +124,7 @@ def _encode(config: Config, environment: EnvironmentConfig, row: Prompt, found: 
     form = environment.tools.tool_calls if environment.tools else ""
     if form in BEGIN and BEGIN[form] not in str(tokenizer.plain.chat_template):
         report.notes.append(
-            f"{KEY}.options.tool_calls={form}: the chat template of {path} does not say {BEGIN[form]}, so the policy "
+            f"{key}.options.tool_calls={form}: the chat template of {path} does not say {BEGIN[form]}, so the policy "
             "may call tools in another form; see docs/environments.md"
         )
-    check_length(config, [len(tokens)], report, positions_of(load_config(path)) or 1 << 30, KEY)
+    check_length(config, [len(tokens)], report, positions_of(load_config(path)) or 1 << 30, key)

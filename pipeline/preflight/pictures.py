@@ -10,6 +10,7 @@ from penstock.pipeline.preflight.model import readers
 from penstock.pipeline.preflight.report import Report
 from penstock.protocols.experience import Prompt
 from penstock.services.data.picture_files import PictureError, sizes_of, told
+from penstock.services.environments.config import key_of
 from penstock.services.rollout.config import PluginEngineConfig, VllmEngineConfig
 from penstock.services.runtime.errors import SetupError
 
@@ -57,8 +58,9 @@ def _shown_by(config: Config) -> tuple[str, str]:
     """Who shows pictures, and how that is left out."""
     if config.prompts.show_pictures:
         return "prompts show pictures", "leave out images_key, or pictures of the source that is custom"
-    if config.rollout.environment and config.rollout.environment.pictures:
-        return "the environment shows pictures", "set rollout.environment.pictures to false"
+    for source, environment in config.rollout.all_environments.items():
+        if environment.pictures:
+            return "the environment shows pictures", f"set {key_of(source)}.pictures to false"
     return "agents may show pictures", "set gateway.pictures to false"
 
 

@@ -61,8 +61,7 @@ def _rows_for(function: FunctionConfig, config: Config, report: Report) -> Itera
 
 def _shown_by_others(config: Config, row: Prompt) -> Prompt:
     """``row`` with a blank picture, where an environment or agents show some, and it has none of its own."""
-    others = any(each.pictures for each in (config.rollout.environment, config.gateway) if each)
-    if row.pictures or not others:
+    if row.pictures or not (config.rollout.shows_pictures or config.gateway.pictures):
         return row
     try:
         return row.model_copy(update={"pictures": (blank_picture(),)})

@@ -12,7 +12,7 @@ def longest_response(config: Config) -> int:
     rollout = config.rollout
     if config.gateway.count and rollout.engine.max_length:  # a session may have any number of turns
         return rollout.engine.max_length
-    turns = rollout.environment.max_turns if rollout.environment else 1
+    turns = max((environment.max_turns for environment in rollout.all_environments.values()), default=1)
     sampled = turns * rollout.sampling.max_new_tokens
     return min(sampled, rollout.engine.max_length or sampled)
 

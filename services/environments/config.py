@@ -10,11 +10,17 @@ from penstock.services.environments.tools_config import ToolsConfig, read_option
 from penstock.services.runtime.settings import Section
 from penstock.services.user_processes.worker import Program
 
+KEY = "rollout.environment"
 TOOLS = "tools"
 REGISTRY = {TOOLS: "penstock.services.environments.tools:Tools"}
 """Environments by name."""
 HANDLER = "penstock.services.environments.sessions:Sessions"
 TOOLS_HANDLER = "penstock.services.environments.tools:ToolSessions"
+
+
+def key_of(source: str) -> str:
+    """Where the config names the environment of this source; "": that of all for which it names no other."""
+    return f"rollout.environments.{source}" if source else KEY
 
 
 class EnvironmentConfig(Section):
@@ -61,7 +67,7 @@ class EnvironmentConfig(Section):
         """The options of ``tools``; None of other environments."""
         return read_options(self.options) if self.environment == TOOLS else None
 
-    def program(self, key: str = "rollout.environment") -> Program:
+    def program(self, key: str = KEY) -> Program:
         """For a worker; ``key`` is where it stands in the config."""
         handler = TOOLS_HANDLER if self.environment == TOOLS else HANDLER
         return Program(handler, REGISTRY.get(self.environment, self.environment), key, self.timeout_s, self.options)

@@ -7,7 +7,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from penstock.protocols.experience import Finish, Prompt
-from penstock.services.environments.config import EnvironmentConfig
+from penstock.services.environments.config import KEY, EnvironmentConfig
 from penstock.services.environments.sessions import LOST
 from penstock.services.user_processes.work_queue import WorkerQueue
 from penstock.services.user_processes.worker import Call
@@ -18,10 +18,7 @@ before: the session is to begin again. Called from another thread."""
 
 CLOSE_S = 2.0
 """What the objects that are open have at the end to close."""
-SHOWS = (
-    "shows pictures, and rollout.environment.pictures is false: set it to true, so that engines know before the first "
-    "comes"
-)
+SHOWS = "shows pictures, and {key}.pictures is false: set it to true, so that engines know before the first comes"
 AT_ONCE = 1024
 """Calls that an async environment is given at once."""
 MOST_LOST = 20
@@ -31,13 +28,14 @@ MOST_LOST = 20
 class EnvironmentPool:
     """Sessions by number. Raises `ProgramError`, or `ConnectionError` where a server of tools does not start."""
 
-    def __init__(self, config: EnvironmentConfig) -> None:
-        program = config.program()
+    def __init__(self, config: EnvironmentConfig, key: str = KEY) -> None:
+        """``key``: where it stands in the config."""
+        program = config.program(key)
         first = WorkerQueue(program, AT_ONCE)
         count = 1 if first.worker.asynchronous else config.workers or 1
         self._queues = [first, *(WorkerQueue(program, AT_ONCE) for _ in range(count - 1))]
         self._open: set[int] = set()
-        self._pictures = config.pictures
+        self._pictures, self._key = config.pictures, key
         self._closing: set[Future[Any]] = set()
         """Calls of close that have no answer yet."""
         for each in self._queues:
@@ -90,7 +88,7 @@ class EnvironmentPool:
                 self._open.discard(session)
                 answered(None, LOST)
             elif found.get("pictures") and not self._pictures:
-                answered(None, SHOWS)
+                answered(None, SHOWS.format(key=self._key))
             else:
                 answered(found, "")
 

@@ -73,8 +73,12 @@ class Reward:
         return ()
 
     def _pass_on(self, task: ScoringTask, column: str, answer: Answer) -> None:
-        """What the environment gave, by token; NaN on the last token of a trajectory that has failed."""
-        parts = [trajectory.rewards.copy() for trajectory in task.group.trajectories]
+        """What the environment gave, by token: 0 where a prompt was played in none; NaN on the last token of a
+        trajectory that has failed."""
+        parts = [
+            np.zeros(len(t.tokens), np.float32) if not t.rewards.size else t.rewards.copy()
+            for t in task.group.trajectories
+        ]
         for values, trajectory in zip(parts, task.group.trajectories, strict=True):
             if trajectory.failure:
                 values[-1] = np.nan

@@ -229,6 +229,9 @@ class RolloutConfig(Section):
     environment: EnvironmentConfig | None = None
     """What answers the policy in a task of several turns, e.g. ``{environment: "my_env:Guess"}``; null: every prompt
     is answered once. See docs/environments.md."""
+    environments: dict[str, EnvironmentConfig] = {}
+    """Environments of single sources of prompts, by the source's name, in the place of `environment`, e.g. ``{games:
+    {environment: "my_env:Guess"}}``: prompts of the other sources are played in `environment`, or answered once."""
     threads: int = Field(1, ge=1)
     """Compute threads of each process."""
     groups_in_flight: int = Field(0, ge=0)
@@ -239,6 +242,20 @@ class RolloutConfig(Section):
     """Seconds. A rollout whose engine or environment has not come back for so long is ended; its log says where it was,
     what it was at is given to others, and it is started again, e.g. ``120`` on a GPU, where a step takes less than a
     second."""
+
+    @property
+    def all_environments(self) -> dict[str, EnvironmentConfig]:
+        """By the source whose prompts are played in it; "": those of all others."""
+        return ({"": self.environment} if self.environment else {}) | self.environments
+
+    def environment_of(self, source: str) -> EnvironmentConfig | None:
+        """In which prompts of this source are played; None: they are answered once."""
+        return self.environments.get(source, self.environment)
+
+    @property
+    def shows_pictures(self) -> bool:
+        """An environment may."""
+        return any(environment.pictures for environment in self.all_environments.values())
 
     @property
     def all_given(self) -> bool:

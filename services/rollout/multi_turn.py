@@ -8,8 +8,9 @@ reset ──▶ generate ──▶ step ──▶ done, or no turn or room is le
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from penstock.protocols.experience import Group, Trajectory
 from penstock.protocols.messages import Lease
 from penstock.services.data.picture_files import MOST_OF_GROUP
 from penstock.services.environments.begun import begun_with
-from penstock.services.environments.config import EnvironmentConfig
+from penstock.services.environments.config import KEY, EnvironmentConfig
 from penstock.services.environments.pool import MOST_LOST, EnvironmentPool
 from penstock.services.environments.sessions import LOST
 from penstock.services.rollout.engines.base import Completion, Engine, Refusal, Request, RequestError
@@ -95,7 +96,8 @@ class _Said:
 
 class MultiTurn:
     """See `group_maker.GroupMaker`. ``post`` puts an event into the rollout's inbox, from any thread; ``max_length``:
-    tokens that a trajectory may have, None where the engine alone knows."""
+    tokens that a trajectory may have, None where the engine alone knows; ``key``: where the environment stands in the
+    config; ``numbers`` are what the engine is to call requests by."""
 
     def __init__(
         self,
@@ -104,14 +106,16 @@ class MultiTurn:
         config: EnvironmentConfig,
         max_length: int | None,
         post: Callable[[object], None],
+        key: str = KEY,
+        numbers: Iterator[int] | None = None,
     ) -> None:
         self._engine, self._text, self._config, self._max_length, self._post = engine, text, config, max_length, post
-        self._pool = EnvironmentPool(config)
+        self._pool = EnvironmentPool(config, key)
         self._work: dict[int, _Work] = {}
         self._generating: dict[int, _Session] = {}
         """By the number of the request that the engine has."""
-        self._sessions = self._requests = 0
-        self._failed = 0
+        self._numbers = numbers or count(1)
+        self._sessions = self._failed = 0
 
     def start(self, lease: Lease) -> Made | None:
         """See `GroupMaker.start`."""
@@ -232,20 +236,20 @@ class MultiTurn:
         stream = turn_stream(lease, session.place, len(session.turns))
         given = session.parts[-1]
         assert isinstance(given, np.ndarray)
-        self._requests += 1
+        number = next(self._numbers)
         try:
             sampling = lease.sampling.one(session.greedy, max_new_tokens=new)
             known = routed_before(len(tokens), len(given))
             said = session.sampled if session.pictures else None
             self._engine.submit(
                 Request(
-                    self._requests, lease.seed, tokens, sampling, stream, known, pictures=session.pictures,
+                    number, lease.seed, tokens, sampling, stream, known, pictures=session.pictures,
                     sampled=said, unread=lease.purpose == "eval",
                 )
             )  # fmt: skip
         except RequestError as error:
             return self._refused(session, str(error))
-        self._generating[self._requests] = session
+        self._generating[number] = session
         return None
 
     def _refused(self, session: _Session, reason: str) -> Made | None:

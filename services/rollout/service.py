@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from importlib.metadata import entry_points
+from itertools import count
 from typing import Any
 
 import structlog
@@ -26,10 +27,12 @@ from penstock.protocols.messages import (
     Stop,
     Unwanted,
 )
+from penstock.services.environments.config import key_of as environment_key
 from penstock.services.modeling import determinism
 from penstock.services.modeling.lengths import longest_sequence, positions_of
 from penstock.services.modeling.load import load_config
 from penstock.services.modeling.whole_weights import AdapterBase
+from penstock.services.rollout.by_source import FIRST_NUMBER, BySource, posting
 from penstock.services.rollout.config import NoEngineConfig, RolloutConfig, TorchEngineConfig, VllmEngineConfig
 from penstock.services.rollout.engines.base import (
     Completion,
@@ -114,9 +117,15 @@ class Rollout:
     def _make_maker(self, config: RolloutConfig, model_path: str) -> GroupMaker:
         """What makes groups of leases."""
         max_length = longest_sequence(config.engine, positions_of(load_config(model_path)))
-        if config.environment is None:
-            return SingleTurn(self.engine, self._text, config.given, max_length)
-        return MultiTurn(self.engine, self._text, config.environment, max_length, self.actor.mailbox.post)
+        post, numbers = self.actor.mailbox.post, count(FIRST_NUMBER)
+        played: dict[str, GroupMaker] = {}
+        for source, environment in config.all_environments.items():
+            said = posting(source, post) if config.environments else post
+            played[source] = MultiTurn(
+                self.engine, self._text, environment, max_length, said, environment_key(source), numbers
+            )
+        once = played.setdefault("", SingleTurn(self.engine, self._text, config.given, max_length))
+        return BySource(played) if config.environments else once
 
     def _make_receiver(self, weights: WeightsConfig, context: ActorContext, base: AdapterBase) -> Receiver | WorkerDesk:
         """What hears of versions: this process, or the engine's own, for which it speaks."""

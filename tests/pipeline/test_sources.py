@@ -22,6 +22,8 @@ CUSTOM = "prompts.train={type: custom, function: 'mine:rows'}"
 TEACHER = "scorers={t: {scorer: teacher, columns: {t: token}, sources: [sums], options: {path: x, column: t}}}"
 TOP = TEACHER.replace("column: t}", "column: t, top_k: 4}")
 TAUGHT = "trainer.algorithm.advantage={type: distillation, teachers: {t: 1.0, reference: %s}}"
+PLAYED = "rollout.environments={sums: {environment: 'mine:Game'}, hard: {environment: 'mine:Game', max_turns: 2}}"
+ENVIRONMENT = "reward.functions=[{function: environment%s}, {function: exact_match, sources: [words]}]"
 GDPO = "trainer.algorithm.advantage={type: gdpo, components: {reward/exact_match: 1.0, reward/length: 1.0}}"
 
 
@@ -33,6 +35,9 @@ def config(*overrides: str) -> Config:
     "overrides",
     [
         [APART],
+        [PLAYED, APART],
+        [PLAYED, ENVIRONMENT % ", sources: [sums, hard]"],
+        [PLAYED, "rollout.environment={environment: 'mine:Other'}", ENVIRONMENT % ""],
         [APART, "prompts.eval_size=0"],
         [APART, CUSTOM, "replay.filter={type: range, column: reward/length}"],
         ["reward.functions=[{function: exact_match}, {function: length, weight: 0, sources: [hard]}]"],
@@ -74,6 +79,8 @@ def test_what_every_prompt_has_may_be_asked(overrides: list[str]) -> None:
         ([TEACHER, TAUGHT % "0.0"], "advantage.teachers: none of them is asked for the source 'words'"),
         ([TOP, "trainer.algorithm={preset: gkd, loss: null, distill: {teachers: {t: 1.0}}}"],
          "distill.teachers: none of them is asked for the source 'words'"),
+        ([PLAYED.replace("sums", "sum")], "rollout.environments: no prompt is of a source 'sum'; did you mean 'sums'?"),
+        ([PLAYED, ENVIRONMENT % ""], "reward.functions.0: environment stands for what an environment gave, and the"),
         ([TEACHER.replace("sums", "sum")], "scorers.t.sources: no prompt is of a source 'sum'"),
     ],
 )  # fmt: skip

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import queue
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from penstock.protocols.experience import Group, Prompt, Trajectory
+from penstock.protocols.experience import Group, Prompt, Trajectory, no_rewards
 from penstock.services.gateway.session import Session
 from penstock.services.reward.config import RewardConfig
 from penstock.services.reward.service import Reward
@@ -53,6 +54,11 @@ def test_what_has_failed_is_not_judged_and_says_why(function: dict[str, Any]) ->
         assert (gauges["calls_failed/reward/last_turn"], gauges["calls_timed_out/reward/last_turn"]) == (2, 1)
     else:
         assert np.flatnonzero(np.isnan(values)).tolist() == [9, 12], "the last token of each"
+
+
+def test_where_nothing_was_played_an_environment_gave_nothing() -> None:
+    values, errors, _ = scored([replace(trajectory(), rewards=no_rewards()), trajectory()], function="environment")
+    assert not errors and not values[: len(trajectory().tokens)].any() and len(values) == 2 * len(trajectory().tokens)
 
 
 def test_one_that_compares_answers_is_not_shown_it() -> None:

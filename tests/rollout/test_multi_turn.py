@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from penstock.protocols.messages import Lease
 from penstock.protocols.packed_groups import pack_group, unpack_group
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.modeling import attention  # noqa: F401 - registers ours
+from penstock.services.rollout.by_source import FIRST_NUMBER, BySource, posting
 from penstock.services.rollout.config import RolloutConfig, TorchEngineConfig
 from penstock.services.rollout.engines.base import Completion, Request
 from penstock.services.rollout.group_maker import Made
@@ -92,6 +94,20 @@ def table(folder: Path, model: Any) -> Iterator[Any]:
         each.maker.close()
 
 
+class Mixed(Table):
+    """Prompts of two sources are played, each in an environment of its own, all others answered once."""
+
+    def __init__(self, folder: Path, model: Any) -> None:
+        super().__init__(folder, model, **COUNTING)
+        self.maker.close()
+        numbers, makers = itertools.count(FIRST_NUMBER), {}
+        counting = COUNTING | {"options": {"turns": 3}}
+        for source, told in {"count": counting, "twice": counting | {"max_turns": 2}}.items():
+            config, post = EnvironmentConfig.model_validate(told), posting(source, self.inbox.put)
+            makers[source] = MultiTurn(self.engine, self.text, config, 64, post, numbers=numbers)
+        self.maker = BySource({**makers, "": SingleTurn(self.engine, self.text)})  # type: ignore[assignment]
+
+
 def lease(number: int = 0, truth: str = "ab", n: int = 3, new: int = 4, **more: Any) -> Lease:
     sampling = Sampling(n=n, max_new_tokens=new, **more)
     prompt = Prompt(index=number, text="sort ba=", truth=truth)
@@ -104,6 +120,25 @@ COUNTING: dict[str, Any] = {"environment": "tests.environments.games:Counting"}
 def group(found: Group | str) -> Group:
     assert isinstance(found, Group), found
     return unpack_group(pack_group(found))
+
+
+def test_each_source_is_played_in_its_own_environment_at_once(folder: Path, model: Any) -> None:
+    at = Mixed(folder, model)
+    sources = ["count", "", "twice", "count", "other", "twice"]
+    leases = [lease(number) for number in range(len(sources))]
+    leases = [
+        each.model_copy(update={"prompt": each.prompt.model_copy(update={"source": source})})
+        for each, source in zip(leases, sources, strict=True)
+    ]
+    try:
+        found = [group(each) for each in at.play(*leases)]
+        assert at.maker.gauges()["environment_failed"] == 0
+    finally:
+        at.maker.close()
+    turns = {"count": 3, "twice": 2, "": 0, "other": 0}
+    for each, source in zip(found, sources, strict=True):
+        assert [len(t.turns) for t in each.trajectories] == [turns[source]] * 3
+        assert all(bool(t.rewards.size) == bool(turns[source]) for t in each.trajectories)
 
 
 def test_only_what_the_policy_said_is_sampled_and_rewards_lie_where_turns_end(table: Any) -> None:
