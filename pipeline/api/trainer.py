@@ -38,7 +38,8 @@ class Trainer:
     ``prompts``, ``evaluation``, ``eval_given`` (rows that the loss is measured on, each with an ``answer``): rows with
     ``prompt`` (a user's text, or messages) and ``truth``, for `rollout.given` ``answer``, and ``images`` where it shows
     some, a `datasets.Dataset` for instance, or `penstock.Prompt`; or a function that returns a sequence of the latter.
-    ``advantage``, ``loss``, ``correction``: an algorithm's parts. ``environment``: a class with ``step(answer)``.
+    ``advantage``, ``loss``, ``correction``: an algorithm's parts. ``environment``: a class with ``step(answer)``,
+    or one by each source of prompts.
     ``overrides``: any other keys, e.g. ``{"trainer.steps": 50}``.
 
     Functions may be defined in the script or the notebook itself: they are written down beside the run's config, as
@@ -60,7 +61,7 @@ class Trainer:
         advantage: Choice | None = None,
         loss: Choice | None = None,
         correction: Choice | None = None,
-        environment: Defined | None = None,
+        environment: Defined | Mapping[str, Defined] | None = None,
         overrides: Mapping[str, Any] | None = None,
     ) -> None:
         _check({"name": (name, str), "folder": (folder, str | Path), "overrides": (overrides, Mapping)})
@@ -130,7 +131,13 @@ class Trainer:
             raise
         return run
 
-    def _set(self, reward: Any, prompts: Any, held_out: Mapping[str, Any], environment: Defined | None) -> None:
+    def _set(
+        self,
+        reward: Any,
+        prompts: Any,
+        held_out: Mapping[str, Any],
+        environment: Defined | Mapping[str, Defined] | None,
+    ) -> None:
         data = self._data
         if reward is not None:
             alone = callable(reward) or isinstance(reward, str | Mapping) or not isinstance(reward, Iterable)
@@ -141,9 +148,14 @@ class Trainer:
         for key, called, name in (("eval", "evaluation", "held_out"), ("eval_given", "eval_given", "given")):
             if held_out[key] is not None:
                 _section(data, "prompts")[key] = {name: self._source(held_out[key], called)}
-        if environment is not None:
-            given = {"environment": self._functions.name(environment, "environment")}
-            _section(data, "rollout")["environment"] = given
+        rollout = _section(data, "rollout") if environment is not None else {}
+        if isinstance(environment, Mapping):
+            rollout["environments"] = {source: self._playing(one) for source, one in environment.items()}
+        elif environment is not None:
+            rollout["environment"] = self._playing(environment)
+
+    def _playing(self, environment: Defined) -> dict[str, str]:
+        return {"environment": self._functions.name(environment, "environment")}
 
     def _rewarding(self, choice: Choice) -> dict[str, Any]:
         if isinstance(choice, str):

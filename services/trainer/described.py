@@ -103,8 +103,7 @@ def _turns(step: TrainingBatch) -> dict[str, float]:
     found = {}
     if step.greedy is not None and np.isfinite(step.greedy).any():
         found["reward_greedy"] = float(np.nanmean(step.greedy))
-    turns = [len(t.turns) for t in step.trajectories]
-    if any(turns):
+    if turns := [len(t.turns) for t in step.trajectories if t.turns]:  # others were answered once
         found["turns"] = float(np.mean(turns))
     measured: dict[str, dict[int, float]] = {}
     for session, trajectory in zip(step.sessions.tolist(), step.trajectories, strict=True):

@@ -24,6 +24,7 @@ from penstock.services.data import DataError, open_source
 from penstock.services.data.config import CustomData
 from penstock.services.data.written import line
 from tests.e2e import rewards
+from tests.environments import games
 
 SCRIPT = '''
 import math
@@ -313,6 +314,7 @@ def test_rows_and_functions_take_the_place_of_what_the_config_says(tmp_path: Pat
     rows: list[Any] = [penstock.Prompt(index=0, text="1+1=", truth="2"), {"prompt": "2+3=", "truth": 5}]
     trainer = penstock.Trainer(
         {"model": {"type": "tiny"}, "trainer": None}, name="one", folder=tmp_path, prompts=rows,
+        environment={"games": games.Counting},
         reward=[rewards.plenty, "exact_match", {"function": "length", "weight": 0}], loss="gspo",
         advantage={"type": "rloo"}, correction=rewards.plenty,
     )  # fmt: skip
@@ -320,6 +322,7 @@ def test_rows_and_functions_take_the_place_of_what_the_config_says(tmp_path: Pat
     command, folder = trainer.start()  # type: ignore[misc]
     data = yaml.safe_load((tmp_path / "one.script" / "config.yaml").read_text())
     assert folder == tmp_path / "one" and str(tmp_path / "one.script" / "config.yaml") in command
+    assert data["rollout"]["environments"] == {"games": {"environment": "tests.environments.games:Counting"}}
     assert data["reward"]["functions"] == [
         {"function": "tests.e2e.rewards:plenty", "name": "plenty"},
         {"function": "exact_match"},
