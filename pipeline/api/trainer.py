@@ -18,6 +18,7 @@ from penstock.pipeline.api.functions import Defined, Functions
 from penstock.pipeline.api.run import FOLDERS, OnStep, Run, launched, script_folder
 from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.config.load import as_overrides, as_yaml, plain_value, read_sections
+from penstock.pipeline.observe.pace import Pace
 from penstock.pipeline.report.console import RunConsole, print_findings
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.resume import NOWHERE
@@ -243,15 +244,18 @@ def _print_line(row: dict[str, Any]) -> None:
 
 def _show_bar(run: Run, console: Console) -> dict[str, Any]:
     """A progress bar, in a notebook too. Returns the summary."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    eta, pace = TextColumn("eta {task.fields[left]}"), Pace()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), eta)
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("starting", total=None)
+        task = progress.add_task("starting", total=None, left="")
 
         def on_step(row: dict[str, Any]) -> None:
             if progress.tasks[0].total is None:
                 progress.update(task, total=read_sections(run.folder / "config.yaml")["trainer"]["steps"])
-            progress.update(task, completed=row["step"] + 1, description=_words(row))
+            pace.tell(row["step"] + 1, row["train_s"])
+            left = pace.left(int(progress.tasks[0].total or 0))
+            progress.update(task, completed=row["step"] + 1, description=_words(row), left=left)
 
         return run.wait(on_step=on_step)

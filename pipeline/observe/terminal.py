@@ -14,9 +14,11 @@ import structlog
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
+
+from penstock.pipeline.observe.pace import Pace, clock
 
 log = structlog.get_logger()
 
@@ -30,10 +32,11 @@ class View:
     def __init__(self, console: Console, title: str) -> None:
         self._console, self._title = console, title
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("eta"), TimeRemainingColumn(), expand=True,
+            TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(),
+            TextColumn("{task.fields[elapsed]} eta {task.fields[left]}"), expand=True,
         )  # fmt: skip
-        self._task = self._progress.add_task("starting", total=None)
+        self._task = self._progress.add_task("starting", total=None, elapsed="", left="")
+        self._pace = Pace()
         self._rewards: deque[float] = deque(maxlen=60)
         self._step = -1
         self._phase = self._said = ""
@@ -126,7 +129,11 @@ class View:
     def render(self, state: dict[str, Any], restarts: int) -> Panel:
         """The whole of it, as it is now."""
         phase = state["phase"].replace("_", " ")
-        self._progress.update(self._task, description=phase, completed=state["step"], total=state["steps"])
+        self._pace.tell(state["step"], state["train_s"])
+        self._progress.update(
+            self._task, description=phase, completed=state["step"], total=state["steps"],
+            elapsed=clock(state["wall_s"]), left=self._pace.left(state["steps"]),
+        )  # fmt: skip
         metrics, queues = state["metrics"], state["queues"]
         facts = Table.grid(padding=(0, 3))
         name, learned = _learned(metrics)

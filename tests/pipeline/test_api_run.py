@@ -40,8 +40,9 @@ def of_a_run(tmp_path: Path, monkeypatch: Any, code: str = "pass") -> penstock.T
 
     def launched(*_: Any) -> penstock.Run:
         folder.mkdir()
-        (folder / "config.yaml").write_text("trainer: {steps: 1}\n")
-        (folder / "metrics.jsonl").write_text('{"kind": "step", "step": 0, "reward": 0.5, "lag_mean": 0.0}\n')
+        (folder / "config.yaml").write_text("trainer: {steps: 3}\n")
+        row = {"kind": "step", "step": 0, "train_s": 100.0, "reward": 0.5, "lag_mean": 0.0}
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
         summary = {"outcome": "complete", "look_at_this": ["nothing was learned: the gradient was 0 in every step"]}
         (folder / "summary.json").write_text(json.dumps(summary))
         return penstock.Run(folder, subprocess.Popen([sys.executable, "-c", code]))
@@ -54,6 +55,7 @@ def of_a_run(tmp_path: Path, monkeypatch: Any, code: str = "pass") -> penstock.T
 def test_what_one_should_look_at_is_said_at_the_end(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     of_a_run(tmp_path, monkeypatch).train()
     said = capsys.readouterr().out
+    assert "eta 0:03:20" in said, "of the last step seen, when two were to come"
     assert "look at this:" in said and "nothing was learned: the gradient was 0 in every step" in said
 
 

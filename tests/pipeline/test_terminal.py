@@ -20,7 +20,7 @@ STATE = {
     "filtered": {}, "queues": {"leased": 1, "unscored": 0, "ready": 0},
     "totals": {"prompts_dropped": 0, "generated_tokens": 0},
     "evaluations_by_set": {}, "eval_losses": {}, "evaluations": {}, "members": {}, "rewards": {}, "lost": {},
-    "version": 3,
+    "version": 3, "train_s": 9.0, "wall_s": 20.0,
 }  # fmt: skip
 
 
@@ -94,6 +94,26 @@ def test_a_step_without_a_reward_is_drawn(said: CapturingLogger) -> None:
             metrics = {"reward": reward, "lag_mean": 0.0, "lag_max": 0}
             view.update(STATE | {"metrics": metrics, "step": step}, 0)
     assert not said.calls and "0.500  ▁█" in file.getvalue()
+
+
+def test_who_looks_on_is_told_the_runs_own_time_and_how_long_it_has_to_go() -> None:
+    """Whose steps take minutes: by one look, and by several, of which the newest steps count."""
+
+    def seen(view: View, step: int, train_s: float) -> str:
+        state = STATE | {"step": step, "steps": 100, "train_s": train_s, "wall_s": train_s + 83.4}
+        console = Console(file=io.StringIO(), width=100)
+        console.print(view.render(state, 0))
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+    view = View(Console(), "run")
+    assert "0:01:23 eta -:--:--" in seen(view, 0, 0.0)
+    assert "0:11:23 eta 4:00:00" in seen(view, 4, 600.0)
+    assert "0:13:23 eta 3:10:00" in seen(view, 5, 720.0) and "eta 3:10:00" in seen(view, 5, 720.0)
+    assert "eta 0:12:30" in seen(View(Console(), "run"), 50, 750.0), "it came late"
+    for step in range(26, 60):
+        said = seen(view, step, 30_000.0 + 10.0 * step)
+    assert "eta 0:06:50" in said
+    assert "eta 0:50:00" in seen(view, 50, 3000.0), "steps are done again"
 
 
 def test_names_are_no_markup(said: CapturingLogger) -> None:
