@@ -19,6 +19,7 @@ from penstock.pipeline.run.lock import came_to, holder
 from penstock.pipeline.run.summary import check_run, steps_in, steps_of
 from penstock.pipeline.tools.rollouts import rollouts
 from penstock.protocols.mailbox import DeadlineError
+from penstock.services.runtime.checkpoint_folders import latest
 from penstock.services.runtime.lines import rows_behind
 from penstock.services.runtime.user_folders import VARIABLE, listed
 
@@ -76,8 +77,7 @@ class Run:
     @property
     def checkpoint(self) -> Path | None:
         """The newest one, in transformers' layout (with `trainer.lora` in peft's)."""
-        found = sorted((self.folder / "checkpoints").glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
-        return found[-1] if found else None
+        return latest(self.folder / "checkpoints")
 
     def rollouts(self, step: int | None = None) -> list[dict[str, Any]]:
         """Every trajectory that was trained on, of all archived steps or of one: a flat map each. Raises `ConfigError`

@@ -53,6 +53,7 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     from penstock.services.modeling.load import device_of, vocabulary_of
     from penstock.services.modeling.parallel.world import World
     from penstock.services.modeling.routing import Replay, mixture_of
+    from penstock.services.runtime import checkpoint_folders
     from penstock.services.trainer.learner import Learner
     from penstock.services.trainer.rank_setup import load_policy, self_teacher
     from penstock.services.weights.sender.shard_exporter import ShardExporter
@@ -62,8 +63,8 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
         determinism.pin(folder, "trainer", config.trainer.threads)
     torch.set_num_threads(config.trainer.threads)
     checkpoints = folder / "checkpoints"
-    usable = [v for v in checkpoint.versions(checkpoints) if only is not None and v <= only]
-    start = checkpoint.path_of(checkpoints, usable[-1]) if usable else None
+    usable = [v for v in checkpoint_folders.versions(checkpoints) if only is not None and v <= only]
+    start = checkpoint_folders.path_of(checkpoints, usable[-1]) if usable else None
     begun = str(model_path(config, folder))
     world = World(device_of(config.trainer.device))
     trainer = config.trainer

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from penstock.services.broker.rules.course import Best, best_of
+from penstock.services.runtime.checkpoint_folders import versions
 from penstock.services.runtime.lines import each_line
 
 if TYPE_CHECKING:
@@ -96,8 +97,7 @@ def recall(state: BrokerState) -> None:
     """Evaluations that the run's files know of and the store does not, up to the newest checkpoint: a run that goes on
     from that in a new store would take the next one for the best, and delete the checkpoint that is."""
     folder = state.settings.folder
-    saved = [path.name.removeprefix("step-") for path in (folder / "checkpoints").glob("step-*")]
-    newest = max((int(version) for version in saved if version.isdigit()), default=-1)
+    newest = max(versions(folder / "checkpoints"), default=-1)
     for row in each_line(folder / "metrics.jsonl"):
         if row.get("step", 0) > newest:
             continue

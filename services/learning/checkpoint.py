@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -37,6 +36,7 @@ from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.pinned import pin
 from penstock.services.modeling.processor_files import write_processor
 from penstock.services.modeling.weight_files import INDEX, SINGLE
+from penstock.services.runtime.checkpoint_folders import latest, path_of, versions
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.files import sync
 from penstock.services.runtime.processes import raise_file_limit
@@ -51,7 +51,6 @@ AVERAGE = "average"
 OPTIMIZER, STATE = "optimizer", "state.json"
 SHARDED = "sharded"
 """Where the ranks' parts of the weights are, until they are joined."""
-_NAME = re.compile(r"step-(\d{6,})")
 _PARTIAL = ".{}.partial"
 
 
@@ -168,17 +167,6 @@ class Saver:
             write_generation_config(model.generation_config, self._tokenizer, folder)
 
 
-def versions(folder: Path) -> list[int]:
-    """The versions with a checkpoint below ``folder``, ascending."""
-    matches = (_NAME.fullmatch(path.name) for path in folder.glob("step-*"))
-    return sorted(int(match[1]) for match in matches if match)
-
-
-def path_of(folder: Path, version: int) -> Path:
-    """Where the checkpoint of ``version`` is, below ``folder``."""
-    return folder / f"step-{version:06d}"
-
-
 def _aside(target: Path) -> Path:
     """Where a checkpoint is written that will be ``target``."""
     return target.with_name(_PARTIAL.format(target.name))
@@ -215,12 +203,6 @@ def open_learner(folder: Path, world: World, path: str, make: Callable[[str], L]
     tail = restore(learner, start)
     log.info("resumed", version=learner.version, path=str(start))
     return learner, tail
-
-
-def latest(folder: Path) -> Path | None:
-    """The newest checkpoint below ``folder``."""
-    found = versions(folder)
-    return path_of(folder, found[-1]) if found else None
 
 
 def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ import torch
 from penstock.protocols.columns import REFERENCE
 from penstock.protocols.experience import ExperienceError, Group
 from penstock.services.data.picture_files import PictureError
-from penstock.services.learning import checkpoint
 from penstock.services.modeling import determinism
 from penstock.services.modeling.four_bit import move_in_four_bits
 from penstock.services.modeling.head import compute_head_in
@@ -25,7 +24,7 @@ from penstock.services.modeling.packing import by_trajectory, plan_rows
 from penstock.services.modeling.resting import Resting, release
 from penstock.services.modeling.sight import check_shown, give_sight, resting_sight
 from penstock.services.reference.config import ReferenceConfig
-from penstock.services.runtime import device_turn, health
+from penstock.services.runtime import checkpoint_folders, device_turn, health
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.device_turn import Guest
 from penstock.services.runtime.errors import SetupError
@@ -109,10 +108,10 @@ class Reference:
             return
         due = step // every * every
         self._begun = due if self._begun is None else self._begun
-        found = [version for version in checkpoint.versions(self._checkpoints) if version % every == 0]
+        found = [version for version in checkpoint_folders.versions(self._checkpoints) if version % every == 0]
         newest = max((version for version in found if version <= due), default=0)
         if newest > self._version:
-            path = checkpoint.path_of(self._checkpoints, newest)
+            path = checkpoint_folders.path_of(self._checkpoints, newest)
             health.beat()
             # On the host first: the device has room for one, and what cannot be loaded takes nobody's place.
             newer = self._load(str(path), torch.device("cpu"), "reference.refresh_every")

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from penstock.pipeline import cli
 from penstock.pipeline.run.summary import steps_of
-from penstock.services.learning import checkpoint
+from penstock.services.runtime import checkpoint_folders
 from penstock.services.runtime.lines import read_lines
 from tests.e2e.documented import undocumented
 from tests.e2e.runs import QUICKSTART, ROOT, SHORT, WHOLE, Run, check_promises, free_port, page_of
@@ -132,7 +132,9 @@ def test_a_run_whose_evaluations_get_no_better_ends_and_keeps_the_best(tmp_path:
     rounds = [row for row in read_lines(run.folder / "metrics.jsonl") if row["kind"] == "eval"]
     assert len({row["reward"] for row in rounds}) == 1, "so small a rate changes no greedy answer"
     assert 4 <= summary["steps"] < 20 and summary["eval_best_step"] == 0
-    assert checkpoint.versions(run.folder / "checkpoints") == [2, summary["steps"]], "of what was trained the first"
+    assert checkpoint_folders.versions(run.folder / "checkpoints") == [2, summary["steps"]], (
+        "of what was trained the first"
+    )
     (why,) = [words for words in summary["look_at_this"] if "prompts.stop_after" in words]
     assert f"after {summary['steps']} of 60 steps: 3 evaluations in a row were no better" in why
 
@@ -155,7 +157,7 @@ def test_a_reference_that_is_refreshed_takes_checkpoints_also_after_it_died(tmp_
     assert [row["version"] for row in read_lines(log) if row["event"] == "the reference is refreshed"] == [8, 8, 16]
     kl = [row["reference_kl"] for row in steps_of(run.folder)]
     assert max(kl[18:22]) < max(kl[5:8]), "it is near again"
-    assert checkpoint.versions(run.folder / "checkpoints") == [24]
+    assert checkpoint_folders.versions(run.folder / "checkpoints") == [24]
     told = CliRunner().invoke(cli.app, ["trace", str(run.folder), "--out", str(tmp_path / "trace.json")])
     assert "ui.perfetto.dev" in told.output, told.output
     found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -113,6 +113,14 @@ def test_a_run_that_goes_on_is_not_what_it_was_before(tmp_path: Path, monkeypatc
     assert complete.wait(60) == {"outcome": "interrupted"}
 
 
+def test_a_folder_of_the_users_among_the_checkpoints_is_none(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    assert penstock.Run(tmp_path).checkpoint is None
+    for name in ("step-000009", "step-000010", "step-best", "step-12"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert penstock.Run(tmp_path).checkpoint == tmp_path / "checkpoints" / "step-000010"
+
+
 def test_a_folder_that_is_no_runs_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a run's folder: it has no config.yaml"):
         penstock.Run(tmp_path)

@@ -20,6 +20,7 @@ from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import BatchError, open_batch
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
+from penstock.services.runtime import checkpoint_folders
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from tests.conftest import TINY, make_group
@@ -84,20 +85,20 @@ def test_only_the_newest_are_kept_and_a_torn_one_is_never_seen(tmp_path: Path) -
         learner.version = version
         saver.begin().result()
         saver.remove_old()
-    assert checkpoint.versions(tmp_path) == [2, 3]
+    assert checkpoint_folders.versions(tmp_path) == [2, 3]
     for version in (4, 5):
         learner.version = version
         saver.begin().result()
         saver.remove_old(spared=[2])
-    assert checkpoint.versions(tmp_path) == [2, 4, 5]
+    assert checkpoint_folders.versions(tmp_path) == [2, 4, 5]
     landmarks = checkpoint.Saver(learner, Tokenizer(), tmp_path, keep=1, keep_every=4)
     for version in (6, 7, 8, 9):
         learner.version = version
         landmarks.begin().result()
         landmarks.remove_old()
-    assert checkpoint.versions(tmp_path) == [4, 8, 9]
+    assert checkpoint_folders.versions(tmp_path) == [4, 8, 9]
     (tmp_path / ".step-000011.partial").mkdir()
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-000009"
+    assert checkpoint_folders.latest(tmp_path) == tmp_path / "step-000009"
 
 
 TABLE = ColumnTable(columns=(Column(name="reward", scorer="reward", nullable=True),))
