@@ -19,6 +19,7 @@ from penstock.pipeline.api.run import FOLDERS, OnStep, Run, launched, script_fol
 from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.config.load import as_overrides, as_yaml, plain_value, read_sections
 from penstock.pipeline.observe.pace import Pace
+from penstock.pipeline.observe.terminal import learned
 from penstock.pipeline.report.console import RunConsole, print_findings
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.resume import NOWHERE
@@ -234,7 +235,8 @@ def _show(run: Run) -> None:
 
 
 def _words(row: dict[str, Any]) -> str:
-    return f"reward {row['reward']:.3f}  lag {row['lag_mean']:.2f}"
+    name, value = learned(row)
+    return f"{name} {value}" + (f"  lag {row['lag_mean']:.2f}" if name == "reward" else "")  # given answers have none
 
 
 def _print_line(row: dict[str, Any]) -> None:

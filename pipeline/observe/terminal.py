@@ -116,10 +116,10 @@ class View:
 
     def _line(self, state: dict[str, Any], phase: str, restarts: int) -> str:
         metrics, queues = state["metrics"], state["queues"]
-        name, learned = _learned(metrics)
+        name, value = learned(metrics)
         lag = f"{metrics['lag_mean']:.2f}" if metrics else "-"
         return (
-            f"{phase}: step {state['step']}/{state['steps']}  {name} {learned}  lag {lag} (bound {state['max_lag']})  "
+            f"{phase}: step {state['step']}/{state['steps']}  {name} {value}  lag {lag} (bound {state['max_lag']})  "
             f"queues leased={queues['leased']} unscored={queues['unscored']} ready={queues['ready']}  "
             f"{_tokens_per_s(state):,.0f} tok/s  restarts {restarts}"
             + "".join(f"  {words}" for words in _failing(state))
@@ -136,9 +136,9 @@ class View:
         )  # fmt: skip
         metrics, queues = state["metrics"], state["queues"]
         facts = Table.grid(padding=(0, 3))
-        name, learned = _learned(metrics)
+        name, value = learned(metrics)
         shown: dict[str, Any] = {
-            name: f"{learned}  {_spark(self._rewards)}" if metrics else learned,
+            name: f"{value}  {_spark(self._rewards)}" if metrics else value,
             "lag": f"mean {metrics['lag_mean']:.2f}, max {metrics['lag_max']:.0f} of {state['max_lag']}"
             if metrics
             else "-",
@@ -180,7 +180,7 @@ def _failing(state: dict[str, Any]) -> list[str]:
     return [f"{said['source']}: {said['words']}" for said in state["rewards"].values() if said["failed"]]
 
 
-def _learned(metrics: dict[str, Any]) -> tuple[str, str]:
+def learned(metrics: dict[str, Any]) -> tuple[str, str]:
     """What the last step says of how far the policy is, and how much of it: where it was only given answers, how
     unlikely they still were."""
     if not metrics:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -33,7 +34,7 @@ def test_each_step_is_told_once(tmp_path: Path) -> None:
     assert told == [(0, 0.0), (1, 0.0), (2, 0.5)]
 
 
-def of_a_run(tmp_path: Path, monkeypatch: Any, code: str = "pass") -> penstock.Trainer:
+def of_a_run(tmp_path: Path, monkeypatch: Any, code: str = "pass", **metrics: float) -> penstock.Trainer:
     """A trainer whose run in ``tmp_path / "run"`` has done a step, from which nothing was learned, and is over once
     ``code`` is."""
     folder = tmp_path / "run"
@@ -41,7 +42,7 @@ def of_a_run(tmp_path: Path, monkeypatch: Any, code: str = "pass") -> penstock.T
     def launched(*_: Any) -> penstock.Run:
         folder.mkdir()
         (folder / "config.yaml").write_text("trainer: {steps: 3}\n")
-        row = {"kind": "step", "step": 0, "train_s": 100.0, "reward": 0.5, "lag_mean": 0.0}
+        row = {"kind": "step", "step": 0, "train_s": 100.0, "reward": 0.5, "lag_mean": 0.0} | metrics
         (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
         summary = {"outcome": "complete", "look_at_this": ["nothing was learned: the gradient was 0 in every step"]}
         (folder / "summary.json").write_text(json.dumps(summary))
@@ -59,12 +60,19 @@ def test_what_one_should_look_at_is_said_at_the_end(tmp_path: Path, monkeypatch:
     assert "look at this:" in said and "nothing was learned: the gradient was 0 in every step" in said
 
 
-def test_a_notebook_without_widgets_is_told_each_step(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [({}, "reward 0.500  lag 0.00"), ({"reward": math.nan, "given_nll": 1.25}, "given_nll 1.250"),
+     ({"given_nll": 1.25}, "reward 0.500  lag 0.00")],
+)  # fmt: skip
+def test_a_notebook_without_widgets_is_told_each_step(
+    tmp_path: Path, monkeypatch: Any, capsys: Any, metrics: dict[str, float], said: str
+) -> None:
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     monkeypatch.setattr("penstock.pipeline.api.trainer.find_spec", lambda _: None)
     monkeypatch.setattr("penstock.pipeline.api.trainer.print_findings", lambda *_: None)
-    of_a_run(tmp_path, monkeypatch).train()
-    assert capsys.readouterr().out == "\r1 steps  reward 0.500  lag 0.00"
+    of_a_run(tmp_path, monkeypatch, **metrics).train()
+    assert capsys.readouterr().out == f"\r1 steps  {said}"
 
 
 def test_whoever_interrupts_is_told_how_to_go_on(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
