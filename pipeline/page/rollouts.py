@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import structlog
 
-from penstock.pipeline.config import Config, load
+from penstock.pipeline.config import load
 from penstock.pipeline.page.data import evenly
 from penstock.pipeline.page.folding import folded
+from penstock.pipeline.page.texts import Texts
 from penstock.pipeline.page.thumbnails import Thumbnails
-from penstock.pipeline.run.folder import model_path
 from penstock.pipeline.tools.rollouts import by_token_values, of_tokens, readable
 from penstock.protocols.experience import ALONE, Group, Trajectory
 from penstock.services.broker import archive
@@ -35,6 +35,9 @@ PICTURES = 30_000_000
 """Letters of pictures that it has at most, beside the others."""
 TRUTH = 4000
 """Letters of a truth that it has at most."""
+NO_TOKENIZER = "no tokens: neither the model's tokenizer.json is on this machine nor a checkpoint's of the run"
+NO_ROOM = "no tokens: a page has room for those of newer groups alone"
+"""Why an archived group is shown without its tokens."""
 STEPS = 40
 """Archived steps that are looked into first, evenly over the run."""
 
@@ -56,6 +59,8 @@ def groups_of(
             by_trajectory = by_token_values(group, columns, sorted(by_token), of_trainer.get(group.number, {}))
             flat = {name: values for name, values in columns.items() if name not in by_token}
             shown = _shown(group, flat, step, by_trajectory, with_text)
+            if not with_text:
+                shown["untold"] = NO_ROOM if texts and texts.known else NO_TOKENIZER
             letters -= _letters_of_group(shown) + _letters(shown["members"])
             if len(found) == groups or (letters < 0 and found):
                 return _in_order(found)
@@ -73,51 +78,6 @@ def _seen(pictures: dict[str, str]) -> dict[str, Any]:
 
 def _in_order(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda group: (group["step"], group["group"]))
-
-
-class Texts:
-    """What each token id says, by the model's own tokenizer file."""
-
-    def __init__(self, config: Config, folder: Path) -> None:
-        self._known: dict[int, str] = {}
-        self._tokenizer: Any = None
-        try:
-            from tokenizers import Tokenizer
-
-            path = model_path(config, folder)
-            file = Path(path) / "tokenizer.json"
-            if not file.is_file():
-                from huggingface_hub import try_to_load_from_cache
-
-                file = Path(str(try_to_load_from_cache(path, "tokenizer.json")))
-            self._tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library's own errors are plain exceptions
-            log.info("no tokens on the page: there is no tokenizer.json at hand", error=str(error))
-
-    @property
-    def known(self) -> bool:
-        """There is a tokenizer."""
-        return self._tokenizer is not None
-
-    def of(self, tokens: np.ndarray, counts: np.ndarray) -> list[str]:
-        """Of each, with how many it stands for; only where there is a tokenizer."""
-        several = zip(tokens.tolist(), counts.tolist(), strict=True)
-        return [self._text(token) + (f" ×{count:,} " if count > 1 else "") for token, count in several]
-
-    def whole(self, tokens: np.ndarray) -> str:
-        """All of ``tokens``, none of which was sampled."""
-        places, counts = folded(tokens, np.zeros(len(tokens), bool))
-        ends = np.flatnonzero(counts > 1) + 1
-        said = ""
-        for part, many in zip(np.split(tokens[places], ends), [*counts[ends - 1], 0], strict=True):
-            said += self._tokenizer.decode(part.tolist(), skip_special_tokens=False) + (f" ×{many:,} " if many else "")
-        return said
-
-    def _text(self, token: int) -> str:
-        if token not in self._known:
-            said = self._tokenizer.decode([token], skip_special_tokens=False)
-            self._known[token] = said or (self._tokenizer.id_to_token(token) or f"[{token}]")
-        return self._known[token]
 
 
 def _of_step(folder: Path, step: int) -> Iterator[tuple[Group, dict[str, np.ndarray]]]:

@@ -7,7 +7,7 @@ import math
 import os
 import resource
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 from fastapi.testclient import TestClient
+from tokenizers import Tokenizer
 from typer.testing import CliRunner, Result
 
 from penstock.pipeline.cli import app
-from penstock.pipeline.config import ConfigError
+from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
 from penstock.pipeline.page import beats as page_beats
 from penstock.pipeline.page import data as page_data
@@ -29,6 +30,7 @@ from penstock.pipeline.page.build import whole
 from penstock.pipeline.page.data import RunFiles, by_column, evenly
 from penstock.pipeline.page.rollouts import groups_of
 from penstock.pipeline.page.server import make_app
+from penstock.pipeline.page.texts import Texts
 from penstock.pipeline.run import summary
 from penstock.protocols.experience import Group, Prompt, Trajectory, as_bytes
 from penstock.protocols.messages import Batch, TakenGroup
@@ -39,6 +41,8 @@ from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime.files import write_whole
 from penstock.services.trainer.algorithms.compose import Part
 from penstock.services.trainer.judgements import Judgements
+from tests.rollout.test_stop_texts import bytewise, letter, with_bytes_to_fall_back_on
+from tests.rollout.test_tokenizer import numbered
 
 CONFIG = """
 model: {type: tiny}
@@ -126,10 +130,47 @@ def test_rollouts_come_token_by_token(folder: Path) -> None:
     assert member["logprob"] == [None, -0.5, -0.5, -0.5]
     assert member["by_token"]["reference"] == [None, -2.0, -2.0, -2.0]
     assert member["tokens"][-1] == "<eos>" and all(len(text) == 1 for text in member["tokens"][:-1])
-    kept = [("tokens" in group["members"][0]) for group in groups_of(folder, tokens=10)]
-    assert kept == [False, True], "the newest have room first, and the others their texts"
-    (folder / "model" / "tokenizer.json").unlink()
-    assert "tokens" not in groups_of(folder)[0]["members"][0], "numbers tell nobody anything"
+    old, new = groups_of(folder, tokens=10)
+    assert "tokens" not in old["members"][0] and "tokens" in new["members"][0], "the newest have room first"
+    assert "room for those of newer groups" in old["untold"] and "untold" not in new
+
+
+def test_who_has_the_runs_folder_alone_reads_tokens_by_a_checkpoint(folder: Path) -> None:
+    file, checkpoint = folder / "model" / "tokenizer.json", folder / "checkpoints" / "step-000002"
+    checkpoint.mkdir(parents=True)
+    file.rename(checkpoint / file.name)
+    for elsewhere in ("{type: tiny}", "{type: pretrained, path: /gone/Qwen3-0.6B}"):
+        (folder / "config.yaml").write_text(CONFIG.replace("{type: tiny}", elsewhere))
+        assert groups_of(folder)[0]["members"][0]["tokens"][-1] == "<eos>"
+    (checkpoint / file.name).unlink()
+    (group, _) = groups_of(folder)
+    assert "tokens" not in group["members"][0], "numbers tell nobody anything"
+    assert "neither the model's tokenizer.json is on this machine nor a checkpoint's" in group["untold"]
+
+
+WORDS = "ab ab é你\n好"
+
+
+@pytest.mark.parametrize(
+    ("made", "tokens", "adds"),
+    [
+        (with_bytes_to_fall_back_on, ["▁a", "b", "▁", "ab", "▁é", *numbered("你"), "\n", *numbered("好")],
+         ["a", "b", " ", "ab", " é", "", "", "你", "\n", "", "", "好"]),
+        (bytewise, [letter(byte) for byte in WORDS.encode()],
+         ["a", "b", " ", "a", "b", " ", "", "é", "", "", "你", "\n", "", "", "好"]),
+    ],
+)  # fmt: skip
+def test_tokens_say_together_what_the_answer_says(
+    folder: Path, made: Callable[[], Tokenizer], tokens: list[str], adds: list[str]
+) -> None:
+    """Spaces that a decoder leaves out where a text begins, and characters of several tokens."""
+    tokenizer = made()
+    tokenizer.save(str(folder / "model" / "tokenizer.json"))
+    texts, ids = Texts(load(folder / "config.yaml"), folder), [tokenizer.token_to_id(token) for token in tokens]
+    assert texts.of(np.array(ids), np.ones(len(ids), int)) == adds
+    broken = [*ids[:-3], *10 * [ids[-2]], ids[0], 10_000]
+    found = texts.of(np.array(broken), np.ones(len(broken), int))
+    assert "".join(found).replace(" a[", "a[") == WORDS[:-1] + 10 * "\ufffd" + "a[10000]"
 
 
 def test_branches_of_a_session_hang_on_what_they_go_on_from(folder: Path) -> None:

@@ -147,7 +147,8 @@ class Rollouts {
     const kinds = Object.entries(COLOURINGS).filter(([, [, needs]]) => needs === undefined
       || group.members.some((member) => (needs === null ? member.tokens : member.by_token?.[needs]))).map(([kind]) => kind);
     if (!kinds.includes(this.colouring)) this.colouring = kinds[0];
-    const buttons = kinds.length < 2 ? [make("span", {class: "about"}, "tokens are there for steps that replay.archive keeps")]
+    const untold = group.untold ?? "tokens are there for steps that replay.archive keeps";
+    const buttons = kinds.length < 2 ? [make("span", {class: "about"}, untold)]
       : kinds.map((kind) => make("button", {"aria-pressed": String(kind === this.colouring),
         onclick: () => { this.colouring = kind; this.choose(group); }}, COLOURINGS[kind][0]));
     const truth = group.truth == null ? "" : typeof group.truth === "string" ? group.truth : JSON.stringify(group.truth);
