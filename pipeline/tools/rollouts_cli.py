@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
+
+from penstock.services.runtime.lines import line_of
 
 
 def rollouts(
@@ -31,4 +32,4 @@ def rollouts(
         typer.echo(f"{write(run, export, step):,} trajectories in {export}")
         return
     for row in read(run, step):
-        typer.echo(json.dumps(row))
+        typer.echo(line_of(row).encode())  # as bytes: a terminal's own encoding may lack some of it

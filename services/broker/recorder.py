@@ -14,6 +14,7 @@ from penstock.services.broker.beats import Beats
 from penstock.services.broker.seen import keep
 from penstock.services.broker.trackers import Table, Trackers
 from penstock.services.runtime.files import open_lines
+from penstock.services.runtime.lines import line_of
 
 log = structlog.get_logger()
 
@@ -131,6 +132,6 @@ class Recorder:
     @staticmethod
     def _write(file: Any, row: dict[str, Any]) -> None:
         try:
-            file.write(json.dumps(row, default=float) + "\n")
+            file.write(line_of(row, default=float) + "\n")
         except OSError as error:  # a full disk, say: what a message has said is in the store all the same
             log.warning("a line for people is lost", file=file.name, error=str(error))

@@ -50,7 +50,7 @@ def remove_numbered(folder: Path, before: str, behind: str, number: int) -> None
 def open_lines(path: Path) -> TextIO:
     """To append lines to, each written at once. A last one that was cut short, by a full disk say, is ended first: or
     the next would be lost with it."""
-    file = path.open("a+", buffering=1)
+    file = path.open("a+", buffering=1, encoding="utf-8")
     size = file.seek(0, os.SEEK_END)
     if size:
         with path.open("rb") as written:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+_ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+def line_of(row: Row, default: Callable[[Any], Any] | None = None) -> str:
+    """``row`` as JSON in one line without its end, with the letters of every script as they are. Escaped is what would
+    end the line, move a terminal, or is none in UTF-8; ``default``: as of `json.dumps`."""
+    said = json.dumps(row, ensure_ascii=False, default=default)
+    return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", said)
 
 
 def read_lines(path: Path) -> list[Row]:
