@@ -69,13 +69,19 @@ def batches(folder: Path, step: int | None, unread: Callable[[str], None] = warn
 def check_archive(folder: Path, step: int | None) -> None:
     """Raises `ConfigError` where ``folder`` is no run's, or its run has no archive, or none of ``step``."""
     check_run(folder)
-    kept = archive.steps(folder)
+    kept, config = archive.steps(folder), load(folder / "config.yaml")
+    wanted = config.replay.archive not in ("none", 0)
+    soon = f"steps come there with the next checkpoint (trainer.checkpoint.every={config.trainer.checkpoint.every})"
+    if not kept and wanted:
+        samples = "; samples.jsonl has some now" if config.replay.samples else ""
+        raise ConfigError(f"RUN: {folder} has no archived step yet: {soon}{samples}")
     if not kept:
         raise ConfigError(
             f"RUN: {folder} has no archive; before the run, set replay.archive=all, or to the last N steps"
         )
     if step is not None and step not in kept:
-        raise ConfigError(f"--step: {step} is not in the archive; it has steps {min(kept)} to {max(kept)}")
+        later = f"; later {soon}" if wanted and max(kept) < step < config.trainer.steps else ""
+        raise ConfigError(f"--step: {step} is not in the archive; it has steps {min(kept)} to {max(kept)}{later}")
 
 
 def readable(batch: Batch) -> Iterator[tuple[Group, dict[str, np.ndarray]]]:

@@ -324,8 +324,8 @@ class ReplayConfig(Section):
     """What becomes of trained groups."""
 
     archive: Literal["all", "none"] | Annotated[int, Field(ge=0, strict=True)] = "none"
-    """Steps whose groups are kept on disk, in the run's folder, for `penstock replay`: all, the last N
-    (e.g. ``100``), or none."""
+    """Steps whose groups are kept on disk, in the run's folder, for `penstock replay`, `penstock rollouts` and the
+    page: all, the last N (e.g. ``100``), or none. They come there once a checkpoint covers them."""
     samples: Literal["some", "all"] | Annotated[int, Field(ge=0, strict=True)] = "some"
     """Trajectories that are written to samples.jsonl, a flat row each (``pandas.read_json("samples.jsonl",
     lines=True)``): ``all``; those of N groups of every step (e.g. ``2``); or ``some``: the best and the worst of a

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+import penstock
 from penstock.pipeline.cli import app
 from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.models.tiny import build
@@ -36,11 +37,11 @@ CONFIG: dict[str, Any] = {
 WITH_REFERENCE = {**CONFIG, "trainer": {**CONFIG["trainer"], "algorithm": {"kl": {"coefficient": 0.001}}}}
 
 
-def a_group(number: int, columns: dict[str, np.ndarray]) -> TakenGroup:
+def a_group(number: int, columns: dict[str, np.ndarray], text: str = "ab") -> TakenGroup:
     tokens = np.array([5, 6, 7, 8, 1], np.int32)
     mask = np.array([0, 0, 1, 1, 1], np.uint8)
     versions = np.where(mask == 1, 0, -1).astype(np.int32)
-    one = Trajectory(tokens, mask, np.where(mask == 1, -0.5, 0).astype(np.float32), versions, text="ab", finish="stop")
+    one = Trajectory(tokens, mask, np.where(mask == 1, -0.5, 0).astype(np.float32), versions, text=text, finish="stop")
     group = Group(number, Prompt(index=0, text="sort ba=", truth="ab"), [one, one])
     return TakenGroup(number=number, experience=as_bytes(pack_group(group)), columns=columns)
 
@@ -124,8 +125,9 @@ def test_a_column_of_two_kinds_is_not_exported_as_one(tmp_path: Path) -> None:
 def test_a_group_that_cannot_be_read_costs_itself_alone(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     damaged = TakenGroup(number=1, experience=as_bytes(b"\xff" * 30), columns=rewards())
-    folder = run(tmp_path, CONFIG, [a_group(0, rewards()), damaged], [a_group(2, rewards())])
-    done = CliRunner().invoke(app, ["rollouts", str(folder)])
+    folder = run(tmp_path, CONFIG, [a_group(0, rewards(), "答案"), damaged], [a_group(2, rewards())])
+    done = CliRunner(charset="latin-1").invoke(app, ["rollouts", str(folder)])
+    assert "答案".encode() in done.stdout_bytes, "in UTF-8, whatever the terminal has"
     assert [json.loads(line)["group"] for line in done.stdout.splitlines()] == [0, 0, 2, 2]
     assert f"warning: groups of {folder} that cannot be read, and are left out: 1" in done.stderr
     done = CliRunner().invoke(app, ["rollouts", str(folder), "--export", str(tmp_path / "out.parquet")])
@@ -191,7 +193,15 @@ def test_a_step_without_a_column_of_the_config_is_not_redone(tmp_path: Path) -> 
 def test_what_the_archive_has_not_is_told(tmp_path: Path) -> None:
     run(tmp_path, CONFIG)
     done = CliRunner().invoke(app, ["replay", str(tmp_path), "--step", "3"])
-    assert "has no archive" in str(done.exception)
+    assert "has no archive; before the run, set replay.archive=all" in str(done.exception)
+    config = CONFIG | {"replay": {"archive": "all"}, "trainer": {"steps": 4, "device": "cpu"}}
+    run(tmp_path, config)
+    soon = "steps come there with the next checkpoint .trainer.checkpoint.every=50."
+    with pytest.raises(ConfigError, match=f"RUN: .* has no archived step yet: {soon}; samples.jsonl has some now"):
+        penstock.Run(tmp_path).rollouts()
+    run(tmp_path, config, [a_group(0, rewards())])
+    with pytest.raises(ConfigError, match=f"--step: 3 is not in the archive; it has steps 0 to 0; later {soon}"):
+        penstock.Run(tmp_path).rollouts(3)
     run(tmp_path, CONFIG, [a_group(0, rewards())])
     done = CliRunner().invoke(app, ["replay", str(tmp_path), "--step", "3"])
     assert "--step: 3 is not in the archive; it has steps 0 to 0" in str(done.exception)
