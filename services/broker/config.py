@@ -328,8 +328,8 @@ class ReplayConfig(Section):
     page: all, the last N (e.g. ``100``), or none. They come there once a checkpoint covers them."""
     samples: Literal["some", "all"] | Annotated[int, Field(ge=0, strict=True)] = "some"
     """Trajectories that are written to samples.jsonl, a flat row each (``pandas.read_json("samples.jsonl",
-    lines=True)``): ``all``; those of N groups of every step (e.g. ``2``); or ``some``: the best and the worst of a
-    group in about 40 steps of the run, as the report shows them."""
+    lines=True, dtype=False)``): ``all``; those of N groups of every step (e.g. ``2``); or ``some``: the best and the
+    worst of a group in about 40 steps of the run, as the report shows them."""
     filter: FilterConfig = NoFilter()
     """Which groups are left out once they are judged, and others generated instead, e.g.
     ``{type: range, column: reward/exact_match}``. A kind's name alone is enough where it needs nothing else:
