@@ -310,7 +310,7 @@ class _Launch:
         if error and not broker.alive:
             raise RunError(error)
         try:
-            self._drain(view, broker, "" if outcome == "complete" else error or outcome)
+            self._drain(view, broker, "" if outcome == "complete" else error or outcome, failed=bool(error))
             status, ledger = self._insist(StatusRequest()), self._insist(LedgerRequest())
             assert isinstance(status, Status) and isinstance(ledger, LedgerReply)
             view.finish(status.state, self._restarts)
@@ -323,16 +323,16 @@ class _Launch:
             raise RunError(error)
         return summary
 
-    def _drain(self, view: View, broker: Child, reason: str) -> None:
-        """Waits until all actors have left, after telling the broker to end the run where there is a ``reason`` to.
-        Learners may have a large checkpoint to write, for which whoever has sent SIGTERM, a scheduler say, does not
-        wait."""
+    def _drain(self, view: View, broker: Child, reason: str, failed: bool) -> None:
+        """Waits until all actors have left, after telling the broker to end the run where there is a ``reason`` to,
+        which may be that it has ``failed``. Learners may have a large checkpoint to write, for which whoever has sent
+        SIGTERM, a scheduler say, does not wait."""
         actors = {child.name for child in self._supervisor.children} - {"broker", "redis", "prepare"}
         patience_s = DRAIN_S if signal.SIGTERM in self._interrupted else CHECKPOINT_S
         told, began, noted_s = -1, time.monotonic(), DRAIN_S
         while True:
             if reason and told != broker.restarts:  # one that was started again knows nothing of it
-                self._insist(StopRun(reason=reason))
+                self._insist(StopRun(reason=reason, failed=failed))
                 told = broker.restarts
             left = self._supervisor.wait(actors, STATUS_EVERY_S)
             self._keep_books()

@@ -46,7 +46,7 @@ class OwnTracker:
         """See `trackers.Tracker`."""
         self._call("table", name, list(columns), [list(row) for row in rows])
 
-    def close(self) -> None:
+    def close(self, _error: str | None) -> None:
         """See `trackers.Tracker`."""
         self._call("close")
 

@@ -121,13 +121,13 @@ class Recorder:
         except OSError as error:  # a full disk, say: the rows name them all the same
             log.warning("pictures of samples are not kept", error=str(error))
 
-    def close(self) -> None:
-        """Closes the files."""
+    def close(self, error: str | None = None) -> None:
+        """Closes the files; trackers are told the ``error`` of a run that has failed."""
         files = (self._metrics, self._ledger, self._drops, self._weights, self._samples, self._evaluated)
         for file in (*files, *self._learners.values()):
             file.close()
         self._beats.close()
-        self._trackers.close()
+        self._trackers.close(error)
 
     @staticmethod
     def _write(file: Any, row: dict[str, Any]) -> None:

@@ -151,7 +151,7 @@ class Broker:
                 state.router.flush()
                 self._freeing = free_covered(state)
         finally:
-            state.recorder.close()
+            state.recorder.close(state.progress.error)
             if state.exporter:
                 state.exporter.close()
             state.traces.close()

@@ -50,7 +50,7 @@ class _TensorBoard:
     def table(self, name: str, columns: Columns, rows: Rows) -> None:
         self._writer.add_text(name, as_markdown(columns, rows), _step(rows))
 
-    def close(self) -> None:
+    def close(self, _error: str | None) -> None:
         self._writer.close()
 
 
@@ -87,8 +87,8 @@ class _Wandb:
             self._table.add_data(*(None if value != value else value for value in row))  # JSON has no NaN
         self._run.log({"step": _step(rows), shown: self._table})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, error: str | None) -> None:
+        self._run.finish(exit_code=1 if error else 0)
 
 
 class _MLflow:
@@ -114,6 +114,7 @@ class _MLflow:
         known = self._client.search_runs([experiment], f"tags.penstock = '{run_id(folder)}'")
         if known:
             self._id = known[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")  # it had ended
             return
         self._id = self._client.create_run(
             experiment, run_name=folder.name, tags={"penstock": run_id(folder)}
@@ -132,8 +133,8 @@ class _MLflow:
         by_column = {column: [row[place] for row in rows] for place, column in enumerate(columns)}
         self._client.log_table(self._id, by_column, f"{name}/from-step-{first:06d}.json")
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    def close(self, error: str | None) -> None:
+        self._client.set_terminated(self._id, "FAILED" if error else "FINISHED")
 
 
 class _Trackio:
@@ -153,7 +154,7 @@ class _Trackio:
         named: list[Any] = [dict(zip(columns, row, strict=True)) for row in rows]
         self._run.log({name: self._table(data=named)}, step=_step(rows))
 
-    def close(self) -> None:
+    def close(self, _error: str | None) -> None:
         self._finish()
 
 
@@ -176,8 +177,8 @@ class _SwanLab:
     def table(self, name: str, columns: Columns, rows: Rows) -> None:
         self._run.log({name: self._table().add(list(columns), [list(row) for row in rows])}, step=_step(rows))
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, error: str | None) -> None:
+        self._run.finish(**({"state": "crashed", "error": error} if error else {}))
 
 
 def _step(rows: Rows) -> int:

@@ -39,8 +39,8 @@ class Tracker(Protocol):
     def table(self, name: str, columns: Columns, rows: Rows) -> None:
         """Rows of one step, which is the first column of each."""
 
-    def close(self) -> None:
-        """The run is over."""
+    def close(self, error: str | None) -> None:
+        """The run is over, for now; ``error``: why it failed, where it did."""
 
 
 class Table(NamedTuple):
@@ -59,6 +59,7 @@ class Trackers:
         self._said: queue.Queue[Callable[[], Callable[[Tracker], Any] | None] | None] = queue.Queue(WAITING)
         self._held, self._lock = 0, threading.Lock()
         """Bytes that wait."""
+        self._error: str | None = None
         self._shown = -1
         """The last step of which there was a table."""
         makers = {name: MAKERS.get(name, partial(OwnTracker, name)) for name in names}
@@ -94,9 +95,10 @@ class Trackers:
         if not self._say(made):
             self._hold(-size)
 
-    def close(self) -> None:
-        """Sends what is left, for at most `CLOSE_S`."""
+    def close(self, error: str | None = None) -> None:
+        """Sends what is left, and the ``error`` of a run that has failed, for at most `CLOSE_S`."""
         if self._made:
+            self._error = error
             try:
                 self._said.put(None, timeout=1)
             except queue.Full:
@@ -129,7 +131,7 @@ class Trackers:
                 if self._try(name, partial(say, tracker)) is GIVEN_UP:
                     del there[name]
         for name, tracker in there.items():
-            self._try(name, tracker.close)
+            self._try(name, partial(tracker.close, self._error))
 
     @staticmethod
     def _try(name: str, do: Callable[[], Any]) -> Any:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from penstock.protocols.experience import Group, GroupSummary, Trajectory, as_by
 from penstock.protocols.mailbox import FencedError, Mailbox, RefusedError
 from penstock.protocols.packed_groups import pack_group
 from penstock.protocols.versions import Digests
+from penstock.services.broker import trackers
 from penstock.services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
 from penstock.services.broker.service import Broker
 from penstock.services.broker.state import BrokerSettings
@@ -417,14 +419,20 @@ def test_too_many_filtered_groups_in_a_row_end_the_run(tmp_path: Path, redis_url
     assert stage.error and "nothing left to learn" in stage.error
 
 
-def test_too_many_drops_in_a_row_end_the_run_with_the_reason(tmp_path: Path, redis_url: str) -> None:
-    stage = Stage(tmp_path, redis_url, broker=BrokerConfig(max_consecutive_drops=3))
+def test_too_many_drops_in_a_row_end_the_run_with_the_reason(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str | None] = []
+    tracker = SimpleNamespace(log=lambda *_: None, table=lambda *_: None, close=told.append)
+    monkeypatch.setitem(trackers.MAKERS, "wandb", lambda *_: tracker)
+    stage = Stage(tmp_path, redis_url, broker=BrokerConfig(max_consecutive_drops=3), trackers=("wandb",))
     rollout = stage.rollout()
     for lease in rollout.leases(3):
         rollout.box.ask(m.Failed(purpose="train", number=lease.number, attempt=1, error="no such token"), 5)
     assert rollout.next(m.Stop)
     stage.close()
     assert stage.error and "3 groups were dropped in a row" in stage.error and "no such token" in stage.error
+    assert told == [stage.error], "trackers, too"
 
 
 def test_the_last_step_takes_what_the_prompts_have_left(tmp_path: Path, redis_url: str) -> None:

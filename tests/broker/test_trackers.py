@@ -38,12 +38,12 @@ def table(step: int) -> Table:
     return Table("samples", COLUMNS, rows)
 
 
-def logged(folder: Path, *names: Any) -> None:
+def logged(folder: Path, *names: Any, error: str | None = None) -> None:
     made = Trackers(names, folder, "sorting", CONFIG)
     for row in ROWS:
         made.log(row)
         made.table(row["step"], 1000, partial(table, row["step"]))  # type: ignore[call-overload]
-    made.close()
+    made.close(error)
 
 
 @pytest.fixture
@@ -93,12 +93,20 @@ def test_mlflow_has_the_run_and_goes_on_with_it(folder: Path) -> None:
     pytest.importorskip("mlflow.store.tracking.sqlalchemy_store")
     from mlflow import MlflowClient
 
-    logged(folder, "mlflow")
-    logged(folder, "mlflow")  # the broker was started again
     uri = f"sqlite:///{folder}/mlflow.db"
     client = MlflowClient(uri, uri)
-    experiment = client.get_experiment_by_name("sorting")
-    (run,) = client.search_runs([experiment.experiment_id])
+
+    def found_run() -> Any:
+        (run,) = client.search_runs([client.get_experiment_by_name("sorting").experiment_id])
+        return run
+
+    logged(folder, "mlflow", error="the disk is full")
+    assert found_run().info.status == "FAILED"
+    tracker = MAKERS["mlflow"](folder, "sorting", CONFIG)
+    assert found_run().info.status == "RUNNING"
+    tracker.close(None)
+    logged(folder, "mlflow")
+    run = found_run()
     assert run.data.params["gate.max_lag"] == "2" and run.info.status == "FINISHED"
     assert {each.step: each.value for each in client.get_metric_history(run.info.run_id, "reward")}[2] == 0.5
     assert len(client.get_metric_history(run.info.run_id, "aime/pass-4")) == 6, "it takes no @"
@@ -116,16 +124,19 @@ def test_swanlab_is_told_numbers_and_tables(folder: Path, monkeypatch: pytest.Mo
 
     def init(**given: Any) -> Any:
         said.append(given)
-        return SimpleNamespace(log=lambda values, step: said.append((values, step)), finish=lambda: said.append("end"))
+        return SimpleNamespace(
+            log=lambda values, step: said.append((values, step)), finish=lambda **how: said.append(how)
+        )
 
     fake: Any = ModuleType("swanlab")
     fake.init, fake.echarts, fake.Settings = init, SimpleNamespace(Table=Grid), lambda interactive: interactive
     monkeypatch.setitem(sys.modules, "swanlab", fake)
-    logged(folder, "swanlab")
+    logged(folder, "swanlab", error="the disk is full")
     begun, *rest, end = said
     assert begun["id"] == run_id(folder) and begun["resume"] == "allow" and begun["config"]["gate.max_lag"] == 2
     assert begun["settings"] is False, "nobody is there to be asked for a key"
-    assert rest[0] == ({"reward": 0.0, "sets/held out": 0.5, "aime/pass@4": 1.0}, 0) and end == "end"
+    assert rest[0] == ({"reward": 0.0, "sets/held out": 0.5, "aime/pass@4": 1.0}, 0)
+    assert end == {"state": "crashed", "error": "the disk is full"}
     assert rest[5] == ({"samples": ([*COLUMNS], [[*row] for row in rest[5][0]["samples"][1]])}, 2)
     assert rest[5][0]["samples"][1][1] == [*table(2).rows[1]]
 
@@ -144,7 +155,10 @@ def test_wandb_has_a_table_for_each_hundred_steps(folder: Path, monkeypatch: pyt
             self.steps.append(row[0])
 
     fake: Any = ModuleType("wandb")
-    run = SimpleNamespace(log=said.append, define_metric=lambda *_, **__: None, finish=lambda: None)
+    codes: list[int] = []
+    run = SimpleNamespace(
+        log=said.append, define_metric=lambda *_, **__: None, finish=lambda exit_code: codes.append(exit_code)
+    )
     fake.init, fake.Table = lambda **_: run, Grid
     monkeypatch.setitem(sys.modules, "wandb", fake)
     tracker = MAKERS["wandb"](folder, "sorting", CONFIG)
@@ -152,6 +166,9 @@ def test_wandb_has_a_table_for_each_hundred_steps(folder: Path, monkeypatch: pyt
         tracker.table(*table(step))
     names = [name for row in said for name in row if name != "step"]
     assert names == ["samples/0-99", "samples/0-99", "samples/100-199", "samples/200-299"]
+    tracker.close(None)
+    tracker.close("the disk is full")
+    assert codes == [0, 1], "a run that has failed is no finished one"
     assert said[1]["samples/0-99"].steps == [98, 98, 99, 99] and said[3]["samples/200-299"].steps == [250, 250]
 
 
@@ -206,7 +223,7 @@ class Given:
 def test_a_class_may_have_its_methods_in_other_ways(kind: type, tmp_path: Path) -> None:
     made = own_tracker.OwnTracker(f"tests.broker.test_trackers:{kind.__name__}", tmp_path, "sorting", CONFIG)
     made.log(0, {})
-    made.close()
+    made.close(None)
 
 
 class Slow:
@@ -226,7 +243,7 @@ class Slow:
         Slow.go_on.wait(60)
         raise SystemExit("no key")
 
-    def close(self) -> None:
+    def close(self, error: str | None) -> None:
         raise AssertionError("it was given up")
 
 

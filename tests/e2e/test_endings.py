@@ -55,6 +55,8 @@ def test_a_loss_that_becomes_nan_ends_the_run_by_its_name(tmp_path: Path) -> Non
     assert "trainer.max_consecutive_skipped" in said and "Traceback" not in said
     assert summary["outcome"] == "failed" and summary["steps"] < 10 and summary["steps_skipped"] >= 2
     assert summary["restarts"] == 0 and f"penstock run --resume {run.folder}" in said
+    broker = (run.folder / "logs" / "broker.stderr").read_text()
+    assert "3 steps in a row were skipped" in broker, "it knows, and tells trackers"
 
 
 def test_a_loss_that_raises_is_tried_twice_and_told_with_its_line(tmp_path: Path) -> None:

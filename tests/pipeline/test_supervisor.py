@@ -15,6 +15,7 @@ from penstock.pipeline.config import load
 from penstock.pipeline.run import launcher, serve, supervisor
 from penstock.pipeline.run.supervisor import Supervisor
 from penstock.protocols.mailbox import DeadlineError
+from penstock.protocols.messages import Message, StopRun
 from penstock.services.runtime.actor import ActorContext
 
 
@@ -114,7 +115,10 @@ def test_a_checkpoint_is_waited_for_longer_than_anything_else(
         children=children, wait=lambda names, seconds: next(waits), end_wedged=lambda name, silent_s: ended.append(name)
     )
     launch._keep_books = lambda: None
-    launch._drain(SimpleNamespace(note=notes.append), SimpleNamespace(restarts=0), "")
+    asked = list[Message]()
+    launch._insist = asked.append
+    launch._drain(SimpleNamespace(note=notes.append), SimpleNamespace(restarts=0), "no rollout", failed=True)
+    assert asked == [StopRun(reason="no rollout", failed=True)], "once, and trackers hear of it"
     assert [note.split(" (")[0].split(" within")[0] for note in notes] == said
     assert next(waits, None) is None and set(ended) == {"rollout-9"}
 
