@@ -45,6 +45,8 @@ class Run:
         self.folder = named(Path(folder))
         self._process, self._before = process, before or {}
         """``process``: of the `penstock run` that has been started; ``before``: `stamps` from before it was."""
+        self._told = self._read = 0
+        """The step that `wait` tells next, and how far metrics.jsonl was read for it, in bytes."""
         if process is None:
             check_run(self.folder, "Run")
 
@@ -113,21 +115,22 @@ class Run:
         return process is not None and process.poll() != 0 and self._before.get(name) == _stamp(self.folder / name)
 
     def wait(self, seconds: float | None = None, on_step: OnStep = lambda row: None) -> dict[str, Any]:
-        """Until it is over; ``on_step`` is called with each step's metrics as it is complete. Returns the summary.
-        Raises `RunFailed`, and `TimeoutError` after ``seconds``: the run goes on."""
+        """Until it is over; ``on_step`` is called with each step's metrics as it is complete, by several waits once,
+        and of what `resume` goes on with for its own steps. Returns the summary. Raises `RunFailed`, and
+        `TimeoutError` after ``seconds``: the run goes on."""
         deadline = None if seconds is None else time.monotonic() + seconds
-        told = at = 0
         while True:
             running = self.running
-            new, at = rows_behind(self.folder / "metrics.jsonl", at)
+            new, read = rows_behind(self.folder / "metrics.jsonl", self._read)
             for row in steps_in(new):
-                if row["step"] >= told:
-                    told = row["step"] + 1
+                if row["step"] >= self._told:
+                    self._told = row["step"] + 1
                     on_step(row)
+            self._read = read
             if not running:
                 return self._over()
             if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"{self.folder}: not over after {seconds:g} s, at step {told}; it goes on")
+                raise TimeoutError(f"{self.folder}: not over after {seconds:g} s, at step {self._told}; it goes on")
             time.sleep(POLL_S)
 
     def stop(self, seconds: float = STOP_S) -> dict[str, Any] | None:
@@ -154,7 +157,10 @@ class Run:
         if self.running:
             raise ConfigError(f"resume: the run in {self.folder} is under way; stop() it first")
         command = penstock("run", "--resume", str(self.folder), *as_overrides(overrides or {}))
-        return launched(command, self.folder)
+        begun = rows_behind(self.folder / "metrics.jsonl", 0)
+        run = launched(command, self.folder)
+        run._told, run._read = max((row["step"] + 1 for row in steps_in(begun[0])), default=0), begun[1]
+        return run
 
     def _over(self) -> dict[str, Any]:
         code = self._process.returncode if self._process else 0

@@ -16,8 +16,10 @@ import penstock
 from penstock.pipeline.api.run import launched
 from penstock.pipeline.config import ConfigError
 
+STEP = """open("metrics.jsonl", "a").write('{"kind": "step", "step": 4, "reward": 2.0}\\n')"""
 
-def test_each_step_is_told_once(tmp_path: Path) -> None:
+
+def test_each_step_is_told_once(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "config.yaml").touch()
     file, told = tmp_path / "metrics.jsonl", []
 
@@ -29,9 +31,20 @@ def test_each_step_is_told_once(tmp_path: Path) -> None:
 
     file.write_text("".join(f'{{"kind": "step", "step": {step}, "reward": 0.0}}\n' for step in (0, 1)))
     held = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3)"])
-    with pytest.raises(penstock.RunFailed):
-        penstock.pipeline.api.run.Run(tmp_path, held).wait(60, on_step)
+    run = penstock.pipeline.api.run.Run(tmp_path, held)
+    with pytest.raises(TimeoutError, match="at step 3; it goes on"):
+        run.wait(1, on_step)
     assert told == [(0, 0.0), (1, 0.0), (2, 0.5)]
+    with file.open("a") as more:
+        more.write('{"kind": "step", "step": 3, "reward": 1.0}\n')
+    with pytest.raises(penstock.RunFailed):
+        run.wait(60, on_step)
+    assert told[3:] == [(3, 1.0)], "by another wait what is new"
+    monkeypatch.setattr("penstock.pipeline.api.run.penstock", lambda *_: [sys.executable, "-c", STEP])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(penstock.RunFailed):
+        run.resume().wait(60, on_step)
+    assert told[4:] == [(4, 2.0)], "of one that goes on its own"
 
 
 def of_a_run(tmp_path: Path, monkeypatch: Any, code: str = "pass", **metrics: float) -> penstock.Trainer:
