@@ -26,7 +26,6 @@ from penstock.services.runtime.user_folders import VARIABLE, listed
 FOLDERS, OUTPUT = "folders.json", "output.log"
 """In a run's `script_folder`: where modules of the script lie, and what the command has said."""
 POLL_S = 0.5
-STOP_S = 120.0
 OnStep = Callable[[dict[str, Any]], None]
 Stamps = dict[str, tuple[int, int] | None]
 """Inode and time (ns) of a file, by its name; None where there is none."""
@@ -133,9 +132,10 @@ class Run:
                 raise TimeoutError(f"{self.folder}: not over after {seconds:g} s, at step {self._told}; it goes on")
             time.sleep(POLL_S)
 
-    def stop(self, seconds: float = STOP_S) -> dict[str, Any] | None:
-        """Has it drain, save a checkpoint and end, and waits for that; `resume` goes on with it. Returns the summary,
-        where there is one. Raises `TimeoutError`, and `ConfigError` where that must be done on another machine."""
+    def stop(self, seconds: float | None = None) -> dict[str, Any] | None:
+        """Has it drain, save a checkpoint and end, and waits for that, which may take as long as a large checkpoint
+        does; `resume` goes on with it. Returns the summary, where there is one. Raises `TimeoutError` after
+        ``seconds``: it is still ending; and `ConfigError` where that must be done on another machine."""
         if (supervisor := self._supervisor()) is not None:
             os.kill(supervisor, signal.SIGINT)
         elif self.running:
@@ -145,10 +145,12 @@ class Run:
                 f"stop: the run in {self.folder} is under way, but not by a penstock run of this machine{at}; end it "
                 "where it was started, e.g. with Ctrl-C there"
             )
-        deadline = time.monotonic() + seconds
+        deadline = None if seconds is None else time.monotonic() + seconds
         while self.running:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{self.folder}: not ended {seconds:g} s after it was asked to")
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{self.folder}: not ended {seconds:g} s after it was asked to; it drains and saves a checkpoint"
+                )
             time.sleep(POLL_S)
         return self.summary
 

@@ -126,6 +126,7 @@ class Trainer:
             else:
                 _show(run)
         except KeyboardInterrupt:
+            typer.echo("interrupted: the run drains and saves a checkpoint, which is waited for …", err=True)
             run.stop()
             if (run.folder / "config.yaml").is_file():  # it had begun
                 again = f"penstock.Run({str(run.folder)!r}).resume()"

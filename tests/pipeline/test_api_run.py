@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,15 +89,33 @@ def test_a_notebook_without_widgets_is_told_each_step(
     assert capsys.readouterr().out == f"\r1 steps  {said}"
 
 
-def test_whoever_interrupts_is_told_how_to_go_on(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+SAVES = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: (time.sleep(1.8), sys.exit(130)))
+pathlib.Path("ready").touch()
+time.sleep(60)
+"""
+
+
+def test_whoever_interrupts_waits_for_the_checkpoint_and_is_told_how_to_go_on(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """Which may take an hour: here time flies."""
+
     def interrupt(_: dict[str, Any]) -> None:
+        while not Path("ready").exists():
+            time.sleep(0.02)
         raise KeyboardInterrupt
 
-    trainer = of_a_run(tmp_path, monkeypatch, "import time; time.sleep(15)")
+    monkeypatch.chdir(tmp_path)
+    minutes = SimpleNamespace(monotonic=lambda: 100 * time.monotonic(), sleep=time.sleep)
+    monkeypatch.setattr("penstock.pipeline.api.run.time", minutes)
+    trainer = of_a_run(tmp_path, monkeypatch, SAVES)
     with pytest.raises(KeyboardInterrupt):
         trainer.train(on_step=interrupt)
-    folder = tmp_path / "run"
-    assert f"the run is in {folder}; go on with penstock.Run('{folder}').resume()" in capsys.readouterr().err
+    folder, said = tmp_path / "run", capsys.readouterr().err
+    assert "interrupted: the run drains and saves a checkpoint" in said
+    assert f"the run is in {folder}; go on with penstock.Run('{folder}').resume()" in said
 
 
 def test_a_run_that_has_just_been_started_is_being_prepared(tmp_path: Path) -> None:
