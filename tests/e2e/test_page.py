@@ -302,6 +302,27 @@ def test_what_has_no_reward_is_within_no_bounds(browser: Browser, tmp_path: Path
     assert looked.page.evaluate(found, ["", "", "worst"]) == [-2, 0, 0.5, None]
     assert looked.page.evaluate(found, ["", "", "best"]) == [0.5, 0, -2, None]
     assert looked.page.evaluate(found, ["", "", "spread"])[-1] is None
+    expect(looked.page.locator(".row").last).to_contain_text("group 0 · reward – · 2 answers")
+    looked.close()
+
+
+def test_of_given_answers_nothing_is_said_that_only_sampled_ones_have(browser: Browser, tmp_path: Path) -> None:
+    data = big(2, 2)
+    given = {"logprob": [None, None], "lag": [-1, -1], "version_min": None, "version_max": None, "finish": "given"}
+    given |= {"reward": None, "by_token": {"trainer_logprobs": [-2.25, None]}}
+    data["groups"][1]["step"] = 9
+    data["groups"][1]["members"] = [member | given for member in data["groups"][1]["members"]]
+    (tmp_path / "page.html").write_text(make_page({"runs": [data], "live": False}))
+    looked = Looked(browser, (tmp_path / "page.html").as_uri() + "#rollouts")
+    page, tip = looked.page, looked.page.get_by_role("tooltip")
+    for place, words in enumerate(("given: nobody sampled it\ntrainer's log p -2.25", "given: nobody sampled it")):
+        page.locator(".member").first.locator("span[data-i]").nth(place).hover()
+        expect(tip).to_contain_text(words.splitlines()[-1])
+        assert tip.inner_text().removesuffix("\ntrainer's log p –") == words
+    page.get_by_role("button", name="age, in versions").click()
+    assert page.locator(".member").first.locator("span[data-i]").first.get_attribute("style") in (None, "")
+    page.evaluate("views.rollouts.inputs.lag.value = 1; views.rollouts.filter()")
+    expect(page.locator(".row")).to_have_count(0)
     looked.close()
 
 

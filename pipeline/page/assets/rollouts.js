@@ -10,7 +10,7 @@ const COLOURINGS = {
   advantage: ["advantage", "advantages", (member, i, values) => values[i]],
   reference: ["the reference's", "reference", (member, i, values) => values[i]],
   surprise: ["engine less reference", "reference", (member, i, values) => (values[i] == null || member.logprob[i] == null ? null : member.logprob[i] - values[i])],
-  lag: ["age, in versions", null, (member, i) => member.lag[i]],
+  lag: ["age, in versions", null, (member, i) => (member.logprob[i] == null ? null : member.lag[i])],
   none: ["nothing", undefined, () => null],
 };
 const COLUMN_WORDS = {trainer_logprobs: "trainer's log p", reference: "reference's log p", advantages: "advantage"};
@@ -87,7 +87,7 @@ class Rollouts {
     const [from, to, lag, long] = ["from", "to", "lag", "long"].map((name) => value(this.inputs[name]));
     const within = (reward) => reward != null && (least == null || reward >= least) && (most == null || reward <= most);
     const fits = (group, member) => ((least == null && most == null) || within(member.reward))
-      && (lag == null || group.step - member.version_min >= lag) && (long == null || member.sampled >= long)
+      && (lag == null || (member.version_min != null && group.step - member.version_min >= lag)) && (long == null || member.sampled >= long)
       && (!words || (member.response + "\n" + group.prompt).toLowerCase().includes(words));
     const rewards = (group) => group.members.map((member) => member.reward).filter((reward) => reward != null);
     const key = {newest: (group) => -group.step * 1e6 - group.group, best: (group) => -Math.max(...rewards(group)),
@@ -112,7 +112,7 @@ class Rollouts {
     const last = Math.min(this.found.length, first + Math.ceil((this.list.clientHeight || 600) / ROW) + 8);
     this.rows.replaceChildren(...this.found.slice(first, last).map((group, place) => {
       const rewards = group.members.map((member) => member.reward).filter((value) => value != null);
-      const mean = rewards.reduce((sum, value) => sum + value, 0) / Math.max(1, rewards.length);
+      const mean = rewards.length ? rewards.reduce((sum, value) => sum + value, 0) / rewards.length : null;
       const row = make("div", {class: "row", role: "option", "aria-selected": group === this.chosen,
         onclick: () => this.choose(group)}, make("div", {}, group.prompt.replaceAll("\n", " ⏎ ").slice(-90)),
       make("small", {}, `step ${group.step} · group ${group.group} · reward ${number(mean)} · ${group.members.length} answers`));
@@ -217,11 +217,13 @@ class Rollouts {
       const i = event.target.dataset?.i;
       if (i == null) return showTip(event, "");
       if (!member.mask[i]) return showTip(event, "not sampled: no loss");
-      const lines = [`log p ${number(logprob[i])} (p ${number(Math.exp(logprob[i]))})`, `${number(lag[i])} versions old`];
+      const sampled = logprob[i] != null;  // else it was given: no engine has said anything of it
+      const lines = sampled ? [`log p ${number(logprob[i])} (p ${number(Math.exp(logprob[i]))})`, `${number(lag[i])} versions old`]
+        : ["given: nobody sampled it"];
       for (const [name, values] of Object.entries(columns)) lines.push(`${COLUMN_WORDS[name] ?? name} ${number(values[i])}`);
       const trainer = columns.trainer_logprobs;
-      if (trainer?.[i] != null) lines.push(`ratio, trainer to engine: ${number(Math.exp(trainer[i] - logprob[i]))}`);
-      if (trainer && trainer[i] == null) lines.push("no reward: no loss");
+      if (sampled && trainer?.[i] != null) lines.push(`ratio, trainer to engine: ${number(Math.exp(trainer[i] - logprob[i]))}`);
+      if (sampled && trainer && trainer[i] == null) lines.push("no reward: no loss");
       return showTip(event, lines.join("\n"));
     });
     box.addEventListener("mouseleave", (event) => showTip(event, ""));
