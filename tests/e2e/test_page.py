@@ -306,6 +306,22 @@ def test_what_has_no_reward_is_within_no_bounds(browser: Browser, tmp_path: Path
     looked.close()
 
 
+def test_what_an_axis_says_is_the_number(browser: Browser, tmp_path: Path) -> None:
+    data = big(1, 2)
+    data["steps"] = {"step": [0, 1, 2], "time": [0.0, 1.0, 2.0], "response_tokens": [1233.4, 1234.0, 1234.6]}
+    data["steps"]["reward"] = [0.9985, 0.9991, 0.9996]
+    (tmp_path / "page.html").write_text(make_page({"runs": [data], "live": False}))
+    looked = Looked(browser, (tmp_path / "page.html").as_uri())
+    drawn = """views.curves.plots.map((plot) => [plot.axes[1]._values, plot.axes[1]._splits])"""
+    for words, splits in looked.page.evaluate(drawn):
+        assert [float(word.replace(",", "")) for word in words] == pytest.approx(splits, abs=1e-9), words
+    expect(looked.page.locator("#state")).to_contain_text("reward 0.9996")
+    said = looked.page.evaluate("[123456.7, 1234.56, 999.94, 0.00012346, 3, null, 1e6].map((value) => number(value))")
+    assert said == ["123,457", "1,235", "999.9", "0.0001235", "3", "–", "1,000,000"]
+    assert looked.page.evaluate("ticks([0, 2.5e-8, 5e-8], 2.5e-8)") == ["0", "2.5e-8", "5e-8"]
+    looked.close()
+
+
 def test_of_given_answers_nothing_is_said_that_only_sampled_ones_have(browser: Browser, tmp_path: Path) -> None:
     data = big(2, 2)
     given = {"logprob": [None, None], "lag": [-1, -1], "version_min": None, "version_max": None, "finish": "given"}

@@ -181,9 +181,9 @@ class Curves {
       scales: {x: {time: false}},
       series: [{label: unit, value: (_, value) => number(value, 5)}, ...every.map((line) => ({
         label: line.label, stroke: colour(line.shade), width: 1.5, spanGaps: true, dash: line.dash ? [6, 4] : undefined,
-        points: {show: Boolean(line.points) || few, size: 6}, value: (_, value) => number(value),
+        points: {show: Boolean(line.points) || few, size: 6}, value: (_, value) => number(value, 5),
       }))],
-      axes: [axis, {...axis, size: 54, values: (_, ticks) => ticks.map((value) => number(value))}],
+      axes: [axis, {...axis, size: 54, values: (_, at, place, space, step) => ticks(at, step)}],
     }, data, box);
   }
 }

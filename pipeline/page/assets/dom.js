@@ -16,11 +16,24 @@ function make(kind, attributes = {}, ...children) {
   return node;
 }
 
-function number(value, digits = 3) {
+// With so many significant digits, but never fewer than the whole number has.
+function number(value, digits = 4) {
   if (value == null || typeof value === "boolean") return String(value ?? "–");
   if (typeof value !== "number") return String(value);
-  return Number.isInteger(value) ? value.toLocaleString("en") : Number(value.toPrecision(digits)).toLocaleString("en",
-    {maximumSignificantDigits: digits});
+  if (Math.abs(value) >= 1000) {
+    const whole = Math.trunc(Math.abs(value)).toString().length;
+    return value.toLocaleString("en", {maximumFractionDigits: Math.max(0, digits - whole)});
+  }
+  return Number(value.toPrecision(digits)).toLocaleString("en", {maximumSignificantDigits: digits});
+}
+
+// Of an axis: with as many digits as tell two ticks apart that lie one step from each other.
+function ticks(values, step) {
+  const whole = (value) => Math.abs(value - Math.round(value)) < 1e-6 * value;
+  let digits = 0;
+  while (digits < 20 && !whole(step * 10 ** digits)) digits++;
+  return values.map((value) => (digits > 6 ? String(Number(value.toFixed(digits)))
+    : value.toLocaleString("en", {maximumFractionDigits: digits})));
 }
 
 const tip = make("div", {class: "tip", hidden: true, role: "tooltip"});
