@@ -43,14 +43,19 @@ STEPS = 40
 
 
 def groups_of(
-    folder: Path, tokens: int = TOKENS, groups: int = GROUPS, letters: int = LETTERS, pictures: int = PICTURES
+    folder: Path,
+    tokens: int = TOKENS,
+    groups: int = GROUPS,
+    letters: int = LETTERS,
+    pictures: int = PICTURES,
+    newest: int = 0,
 ) -> list[dict[str, Any]]:
-    """Groups of archived steps, as many as there is room for, and then those that samples.jsonl has of other steps."""
+    """Groups of archived steps, as many as there is room for, and then those that samples.jsonl has of other steps;
+    first of all ``newest`` groups of the last steps, without a gap."""
     config, kept, small = load(folder / "config.yaml"), archive.steps(folder), Thumbnails(folder, pictures)
     found: list[dict[str, Any]] = []
-    texts, first = Texts(config, folder) if kept else None, evenly(kept, STEPS)
-    others = sorted(set(kept).difference(first))
-    for step in [*reversed(first), *reversed(others)]:  # the newest are looked at most
+    texts = Texts(config, folder) if kept else None
+    for step in _in_turn(kept, found, groups, newest):
         of_trainer = judged.read(folder / "archive", step)
         for group, columns in _of_step(folder, step):
             tokens -= sum(len(trajectory.tokens) - _begin(trajectory) for trajectory in group.trajectories)
@@ -70,6 +75,18 @@ def groups_of(
             names = [name for member in shown["members"] for name in member.get("pictures", ())]
             found.append(shown | _seen(small.of_files(names)))
     return _in_order(found)
+
+
+def _in_turn(kept: list[int], found: list[dict[str, Any]], groups: int, newest: int) -> Iterator[int]:
+    """Archived steps as they are looked into: those of the ``newest`` groups, where these are wanted, as many evenly
+    over the run as there is room for, and the others; of each the last one first. ``found`` is what is there yet."""
+    left = list(kept)
+    while left and len(found) < newest:
+        yield left.pop()
+    of_a_step = len(found) / (len(kept) - len(left)) if found else 0.0
+    first = evenly(left, min(STEPS, int((groups - len(found)) / of_a_step)) if of_a_step else STEPS)
+    yield from reversed(first)
+    yield from sorted(set(left).difference(first), reverse=True)
 
 
 def _seen(pictures: dict[str, str]) -> dict[str, Any]:

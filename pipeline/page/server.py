@@ -15,7 +15,7 @@ from penstock.services.runtime.install import install
 from penstock.services.runtime.plugins import describe
 
 GROUPS = 512
-"""The newest ones, which a live page has."""
+"""What a live page has: half of them of the newest steps, the others from end to end."""
 
 
 def make_app(folders: Sequence[Path]) -> Any:
@@ -53,8 +53,8 @@ def make_app(folders: Sequence[Path]) -> Any:
 
     @app.get("/runs/{number}/groups")
     def groups(number: int, run: str = "") -> Any:
-        """Groups of one run, the newest."""
-        return answer(number, run, lambda _: groups_of(folders[number], groups=GROUPS))
+        """Groups of one run, half of them the newest."""
+        return answer(number, run, lambda _: groups_of(folders[number], groups=GROUPS, newest=GROUPS // 2))
 
     return app
 

@@ -25,6 +25,7 @@ from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
 from penstock.pipeline.page import beats as page_beats
 from penstock.pipeline.page import data as page_data
 from penstock.pipeline.page import rollouts as page_rollouts
+from penstock.pipeline.page import server as page_server
 from penstock.pipeline.page.beats import Beats
 from penstock.pipeline.page.build import whole
 from penstock.pipeline.page.data import RunFiles, by_column, evenly
@@ -245,6 +246,12 @@ def test_all_steps_are_shown_while_there_is_room(folder: Path, monkeypatch: pyte
     assert shown() == list(range(9)), "archived ones, and those that samples.jsonl has of others"
     assert shown(groups=4) == [1, 4, 5, 6], "first a few from end to end, then the newest"
     assert shown(groups=7) == [*range(1, 7), 8]
+    assert shown(groups=4, newest=2) == [1, 4, 5, 6] and shown(groups=5, newest=4) == [1, 3, 4, 5, 6]
+    monkeypatch.setattr(page_server, "GROUPS", 4)
+    monkeypatch.setattr(page_rollouts, "STEPS", 40)
+    live = TestClient(make_app([folder])).get("/runs/0/groups").json()
+    assert [group["step"] for group in live] == [1, 4, 5, 6], "half of them without a gap, half from end to end"
+    monkeypatch.setattr(page_rollouts, "STEPS", 2)
     asked = len(groups_of(folder)[1]["asked"])
     each = len(NASTY) + asked + len('"ab"') + 2 * (len("ab") + page_rollouts.ABOUT)
     assert shown(letters=3 * each) == [1, 5, 6] and shown(letters=1) == [6]
