@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.pipeline.page.data import RunFiles, as_json
+from penstock.pipeline.config import ConfigError
+from penstock.pipeline.page.data import RunFiles, as_json, names, unread
 from penstock.pipeline.page.rollouts import LETTERS, PICTURES, TOKENS, groups_of
 from penstock.services.runtime.files import write_whole
 
@@ -20,9 +21,13 @@ def whole(folders: Sequence[Path], tokens: int = TOKENS, letters: int = LETTERS,
     """The page of these runs, with all that it shows; of the rollouts of each at most so many ``tokens`` and
     ``letters``, and so many of ``pictures``."""
     runs = []
-    for folder in folders:
-        groups = groups_of(folder, tokens, letters=letters, pictures=pictures)
-        runs.append(RunFiles(folder).data() | {"groups": groups})
+    for folder, name in zip(folders, names(folders), strict=True):
+        files = RunFiles(folder, name)
+        try:
+            found = files.data() | {"groups": groups_of(folder, tokens, letters=letters, pictures=pictures)}
+        except ConfigError as error:  # as of a run of other code
+            found = files.unread(unread(folder, error)) | {"groups": []}
+        runs.append(found)
     return page({"runs": runs, "live": False})
 
 

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.pipeline.config import Config, dump, load
+from penstock.pipeline.config import Config, ConfigError, dump, load
 from penstock.pipeline.page.alerts import READ, alerts, sessions
 from penstock.pipeline.page.beats import Beats
 from penstock.pipeline.run.summary import finite, read_summary, steps_in
 from penstock.services.runtime.lines import lines_behind, parsed, rows_behind
+from penstock.services.runtime.plugins import describe
 
 DIGITS = 6
 LOADS = ("time", "receiver", "version", "pause_s", "receive_s")
@@ -25,12 +26,34 @@ LOADED = 20_000
 Rows = Sequence[dict[str, Any]]
 
 
+def names(folders: Sequence[Path]) -> list[str]:
+    """What a page calls the runs in ``folders``: of each the end of its path that is the end of no other's.
+
+    >>> names([Path("/a/run"), Path("/b/run"), Path("/b/first")])
+    ['a/run', 'b/run', 'first']
+    """
+    every = [folder.absolute().parts for folder in folders]
+    found = []
+    for parts in every:
+        others = {other for other in every if other != parts}
+        sizes = (n for n in range(1, len(parts)) if not any(other[-n:] == parts[-n:] for other in others))
+        found.append("/".join(parts[-next(sizes, len(parts)) :]))
+    return found
+
+
+def unread(folder: Path, error: Exception) -> str:
+    """Why the run in ``folder`` is not shown."""
+    return f"{folder} cannot be read: {error if isinstance(error, ConfigError) else describe(error)}"
+
+
 class RunFiles:
     """The files of the run in ``folder``, for a page that asks again every two seconds: what was read of them once is
     not read again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = "") -> None:
         self._folder = folder
+        self.name = name or folder.name
+        """What the page calls it."""
         self._beats = Beats(folder / "actors.jsonl")
         self._steps: dict[int, dict[str, Any]] = {}
         """Of every step what `alerts` reads of it."""
@@ -39,11 +62,6 @@ class RunFiles:
         self._config: tuple[int, Config, str] | None = None
         """When it was written, and the same as text."""
         self._lock = threading.Lock()
-
-    @property
-    def name(self) -> str:
-        """What the page calls it."""
-        return self._folder.name
 
     @property
     def identity(self) -> str:

@@ -9,10 +9,9 @@ from typing import Any
 
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.page.build import page
-from penstock.pipeline.page.data import RunFiles, as_json
+from penstock.pipeline.page.data import RunFiles, as_json, names, unread
 from penstock.pipeline.page.rollouts import groups_of
 from penstock.services.runtime.install import install
-from penstock.services.runtime.plugins import describe
 
 GROUPS = 512
 """What a live page has: half of them of the newest steps, the others from end to end."""
@@ -29,7 +28,7 @@ def make_app(folders: Sequence[Path]) -> Any:
         raise ConfigError(f"penstock page: fastapi is not installed; run: {install('agents')}") from error
     app = FastAPI(title="Penstock page", docs_url=None, redoc_url=None, openapi_url=None)
 
-    files = [RunFiles(folder) for folder in folders]
+    files = [RunFiles(folder, name) for folder, name in zip(folders, names(folders), strict=True)]
 
     def answer(number: int, asked: str, read: Callable[[RunFiles], Any]) -> Any:
         if not 0 <= number < len(files):
@@ -39,7 +38,7 @@ def make_app(folders: Sequence[Path]) -> Any:
         try:
             return Response(as_json(read(files[number])), media_type="application/json")
         except Exception as error:  # a folder that was moved, a config of other code: the other runs are well
-            raise HTTPException(500, _unread(folders[number], error)) from None
+            raise HTTPException(500, unread(folders[number], error)) from None
 
     @app.get("/", response_class=HTMLResponse)
     def whole() -> str:
@@ -63,12 +62,8 @@ def _whole(files: RunFiles, folder: Path) -> dict[str, Any]:
     try:
         found = files.data()
     except Exception as error:  # see above
-        found = files.unread(_unread(folder, error))
+        found = files.unread(unread(folder, error))
     return found | {"groups": []}
-
-
-def _unread(folder: Path, error: Exception) -> str:
-    return f"{folder} cannot be read: {error if isinstance(error, ConfigError) else describe(error)}"
 
 
 def serve(app: Any, listening: socket.socket) -> None:

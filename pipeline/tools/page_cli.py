@@ -10,6 +10,7 @@ import typer
 from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.run.folder import named
 from penstock.pipeline.run.summary import check_run
+from penstock.pipeline.tools.arguments import warn
 from penstock.pipeline.tools.output import output
 from penstock.protocols.mailbox import AddressError
 from penstock.services.gateway.ports import address, listen
@@ -35,12 +36,17 @@ def page(
     or: penstock page runs/first-try runs/second-try --out both.html
     """
     runs = [named(folder) for folder in runs]
+    unread: list[ConfigError] = []
     for folder in runs:
         check_run(folder)
         try:
             load(folder / "config.yaml")
-        except ConfigError as error:  # as of a run of other code
-            raise ConfigError(f"RUN: {folder}: {error}") from None
+        except ConfigError as error:  # as of a run of other code: the others are shown
+            unread.append(ConfigError(f"RUN: {folder}: {error}"))
+    if len(unread) == len(runs):
+        raise unread[0]
+    for why in unread:
+        warn(str(why))
     if out is not None:
         from penstock.pipeline.page.build import write
 

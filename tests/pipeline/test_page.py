@@ -304,6 +304,20 @@ def test_of_beats_those_that_are_new_are_sent(folder: Path) -> None:
     assert again["behind"] == 0 and again["time"][-1] == 4008.0, "by another server, which may have kept others"
 
 
+def test_runs_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "b" / "first"]
+    for run in runs:
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text(CONFIG)
+    page = whole(runs)
+    assert [run["name"] for run in json.loads(page.split('id="data">')[1].split("</script>")[0])["runs"]] == [
+        "a/run", "b/run", "first",
+    ]  # fmt: skip
+    monkeypatch.chdir(tmp_path / "b")
+    assert "<title>a/run, b/run · " in TestClient(make_app([Path("../a/run"), Path("run")])).get("/").text
+    assert "<title>run, run · " in whole([runs[0]] * 2), "one and the same"
+
+
 def test_a_page_that_is_open_asks_for_its_own_run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     other = tmp_path_factory.mktemp("other")
     (other / "config.yaml").write_text(CONFIG)
@@ -324,8 +338,12 @@ def test_a_run_that_cannot_be_read_costs_itself_alone(folder: Path, tmp_path_fac
     assert data["runs"][0].keys() - {"unread"} == data["runs"][1].keys()
     assert f"{other} cannot be read" in client.get("/runs/0", params={"run": own}).json()["detail"]
     assert client.get("/runs/1").status_code == 200
-    done = CliRunner().invoke(app, ["page", str(folder), str(other)])
+    done = CliRunner().invoke(app, ["page", str(other)])
     assert isinstance(done.exception, ConfigError) and f"RUN: {other}: older" in str(done.exception)
+    done = CliRunner().invoke(app, ["page", str(folder), str(other), "--out", str(other / "both.html")])
+    assert done.exit_code == 0 and f"warning: RUN: {other}: older" in done.stderr
+    data = json.loads((other / "both.html").read_text().split('id="data">')[1].split("</script>")[0])
+    assert [bool(run.get("unread")) for run in data["runs"]] == [False, True] and data["runs"][0]["groups"]
     (other / "config.yaml").unlink()  # moved, say
     gone = client.get("/runs/0", params={"run": own})
     assert gone.status_code == 500 and f"{other} cannot be read" in gone.json()["detail"]
