@@ -300,7 +300,7 @@ class _Launch:
         for child in (*self._supervisor.children, *self._programs.children):
             if child.restarts > self._told.get(child.name, 0):
                 self._told[child.name] = child.restarts
-                view.note(f"{child.name} died and was started again ({child.restarts})")
+                view.note(f"{child.name} died and was started again ({child.restarts}): it {child.died_of}")
 
     # --- ending ------------------------------------------------------------------------------------------------------
 

@@ -54,6 +54,8 @@ class Child:
     restarts: int = 0
     died: deque[float] = field(default_factory=deque)
     """When, lately."""
+    died_of: str = ""
+    """How it ended the last time, and its last words."""
     wedged: bool = False
     """It was ended, since the broker had lost it."""
     failures: int = 0
@@ -210,7 +212,7 @@ class Supervisor:
             log.info("ended", child=child.name)
             return
         if code == 0:  # the run's end, unless the run is still there in a while
-            child.leaving = True
+            child.leaving, child.died_of = True, "ended with exit code 0"
             child.start_again_at = now + LEAVE_S
             return
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -218,6 +220,7 @@ class Supervisor:
             how += " since it hung" if child.wedged else " (by the system, perhaps, for want of memory: see dmesg)"
         child.wedged = False
         words = child.last_words()
+        child.died_of = f"{how}; {words}" if words else how
         log.warning("died", child=child.name, how=how, last_words=words)
         child.died.append(now)
         while child.died[0] < now - LATELY_S:

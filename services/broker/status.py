@@ -136,7 +136,9 @@ def live_state(state: BrokerState) -> dict[str, Any]:
         "phase": state.progress.phase,
         "error": state.progress.error,
         "reason": state.progress.stop_reason,
-        "stall": state.progress.stall,
+        "stall": f"{state.progress.stall}; nothing was completed for {now - state.progress.at:.0f} s"
+        if state.progress.stall
+        else None,
         "early": state.progress.early,
         "best": best_version.shown(state),
         "step": state.groups.ledger.committed,

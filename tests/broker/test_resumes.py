@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import socket
 import threading
 from contextlib import suppress
@@ -347,6 +348,7 @@ def test_what_keeps_the_last_evaluation_is_named(tmp_path: Path, redis_url: str)
     until(lambda: stage.broker.state["stall"], 10, "it to be noticed")
     said = stage.broker.state["stall"]
     assert said.startswith("the evaluation 'before' lacks 2 of 2 prompts: it needs a rollout with version 0"), said
+    assert re.search(r"; nothing was completed for [1-9]\d* s$", said), said
     stage.close()
 
 

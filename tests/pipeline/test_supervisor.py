@@ -49,6 +49,20 @@ def test_why_it_died_is_said_in_its_own_words_alone(tmp_path: Path) -> None:
     watched.stop(1)
 
 
+def test_the_terminal_says_who_was_started_again_and_what_it_died_of(tmp_path: Path) -> None:
+    watched, notes = Supervisor(3), list[str]()
+    code = "import sys; sys.stderr.write('trainer: the mistake\\nbye\\n'); sys.exit(3)"
+    watched.start("trainer", [sys.executable, "-c", code], tmp_path / "stderr")
+    launch: Any = launcher._Launch.__new__(launcher._Launch)
+    launch._told, launch._supervisor, launch._programs = {}, watched, SimpleNamespace(children=[])
+    until = time.monotonic() + 10
+    while not notes and time.monotonic() < until:
+        assert watched.poll() is None
+        launch._note_restarts(SimpleNamespace(note=notes.append))
+    watched.stop(1)
+    assert notes == ["trainer died and was started again (1): it ended with exit code 3; trainer: the mistake"]
+
+
 def test_deaths_of_yesterday_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "LATELY_S", 1.0)
     watched = Supervisor(1)
