@@ -9,7 +9,9 @@ from typing import Any
 import structlog
 
 from penstock.pipeline.page.build import write
-from penstock.pipeline.run.summary import summarize
+from penstock.pipeline.run.folder import run_name
+from penstock.pipeline.run.resume import committed
+from penstock.pipeline.run.summary import finite, mean_of_last, read_summary, steps_of, summarize
 from penstock.protocols.messages import LedgerReply
 from penstock.services.runtime.files import write_whole
 
@@ -35,6 +37,25 @@ def conclude(
     summary = summarize(folder, state, ledger, restarts, outcome)
     if error:
         summary["error"] = error
+    _write(folder, summary)
+    return summary
+
+
+def give_up(folder: Path, error: str) -> None:
+    """Writes both where no broker is left to ask, of what lies in the run's folder: that it has failed, of what, and
+    after how many steps. Nothing where an outcome is written already, or cannot be, as on a full disk."""
+    if read_summary(folder) is not None:
+        return
+    try:
+        found = {"run": run_name(folder), "outcome": "failed", "steps": committed(folder), "error": error}
+        rewards = [row["reward"] for row in steps_of(folder)]
+        ends = {"reward_first": rewards[0], "reward_last": mean_of_last(rewards)} if rewards else {}
+        _write(folder, dict(finite(found | ends)))
+    except OSError as failed:
+        log.error("no summary", error=str(failed))
+
+
+def _write(folder: Path, summary: dict[str, Any]) -> None:
     for gone in (folder / "gateways").glob("*.json"):  # of gateways that were killed: agents look there
         gone.unlink(missing_ok=True)
     # In one piece: who finds it knows that the run is over.
@@ -43,4 +64,3 @@ def conclude(
         write([folder], folder / "report.html", REPORT_TOKENS, REPORT_LETTERS, REPORT_PICTURES)
     except Exception as failed:  # a page that cannot be drawn is no reason to fail
         log.exception("no report", error=str(failed))
-    return summary

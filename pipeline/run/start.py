@@ -22,6 +22,7 @@ from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.report.console import print_summary
 from penstock.pipeline.resources.choice import choose
 from penstock.pipeline.run.data_rows import changed_rows
+from penstock.pipeline.run.finish import give_up
 from penstock.pipeline.run.folder import address_file, begin, make_folder, new_folder
 from penstock.pipeline.run.launcher import InterruptedRunError, RunError, ends
 from penstock.pipeline.run.launcher import run as launch
@@ -171,7 +172,10 @@ def _run(
         summary = launch(config, folder, console, programs, looked_s)
     except RunError as error:
         typer.echo(f"error: {visible(str(error))}\nlogs: {folder / 'logs'}\n{go_on(folder)}", err=True)
-        return INTERRUPTED if isinstance(error, InterruptedRunError) else FAILED
+        if isinstance(error, InterruptedRunError):
+            return INTERRUPTED
+        give_up(folder, str(error))
+        return FAILED
     show(console, summary, folder)
     if summary["outcome"] == "complete":
         return COMPLETE

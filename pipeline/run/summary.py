@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,17 @@ def audit(folder: Path, ledger: LedgerReply) -> dict[str, int]:
     }
 
 
+def mean_of_last(rewards: Sequence[float]) -> float | None:
+    """Of the last `WINDOW` steps that have one; None where none has."""
+    last = [reward for reward in rewards[-WINDOW:] if math.isfinite(reward)]
+    return sum(last) / len(last) if last else None
+
+
 def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts: int, outcome: str) -> dict[str, Any]:
     """The summary of a run, from the broker's last state, the ledger and the run's files."""
     steps = steps_of(folder)
     rewards = [row["reward"] for row in steps]
     totals = state["totals"]
-    last = [reward for reward in rewards[-WINDOW:] if math.isfinite(reward)]
     drops, losses = read_lines(folder / "dropped.jsonl"), state["eval_losses"]
     found = {
         "run": state["run"],
@@ -80,7 +85,7 @@ def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts
         "steps": state["step"],
         "version": state["version"],
         "reward_first": rewards[0] if rewards else None,
-        "reward_last": sum(last) / len(last) if last else None,
+        "reward_last": mean_of_last(rewards),
         "eval_before": state["evaluations"].get("before"),
         "eval_after": state["evaluations"].get("after") if state["evaluated_after"] == state["step"] else None,
         "eval_loss_before": losses.get("0"),

@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock.pipeline.run import finish
+import penstock
+from penstock.pipeline.config import load
+from penstock.pipeline.config.origin import Origin
+from penstock.pipeline.report.console import print_summary
+from penstock.pipeline.run import finish, start
 from penstock.pipeline.run.evaluate import print_evaluation
 from penstock.pipeline.run.finish import conclude
+from penstock.pipeline.run.launcher import InterruptedRunError, RunError
+from penstock.pipeline.run.programs import Programs
+from penstock.pipeline.run.resume import complete, resumed
 from penstock.pipeline.run.summary import WINDOW, finite, read_summary
 from penstock.protocols.messages import LedgerReply
 
@@ -60,6 +67,35 @@ def test_a_report_that_is_not_written_costs_no_summary(tmp_path: Path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         conclude(tmp_path, STATE, LedgerReply(steps=12, untrained=[]), 0, "complete")
     assert read_summary(tmp_path)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_run_that_ends_without_a_broker_has_an_outcome_and_can_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("model: {type: tiny}\nprompts: {train: {type: sort}}\n")
+    config, run = load(file), tmp_path / "run"
+    run.mkdir()
+
+    def launch(*_: Any) -> dict[str, Any]:
+        for name, row in (("ledger", {"groups": [1]}), ("metrics", {"kind": "step", "reward": math.nan})):
+            (run / f"{name}.jsonl").write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in range(3)))
+        raise (InterruptedRunError if at_once else RunError)("broker was killed by SIGKILL")
+
+    monkeypatch.setattr(start, "launch", launch)
+    programs = Programs(config, {}, run)
+    code = start._run(Console(), config, Origin(str(file), ()), run, print_summary, programs, 0.0)
+    if at_once:  # Ctrl-C twice
+        assert code == 130 and read_summary(run) is None
+        return
+    summary = read_summary(run)
+    assert code == 1 and summary and summary["outcome"] == "failed" and summary["steps"] == 3
+    assert summary["error"] == "broker was killed by SIGKILL" and summary["reward_last"] is None
+    assert "broker was killed by SIGKILL" in (run / "report.html").read_text()
+    with pytest.raises(penstock.RunFailed, match="broker was killed by SIGKILL"):
+        penstock.Run(run).wait(5)
+    assert complete(run, config) is None and resumed(run, None, [])[0] == config, "it can go on"
 
 
 def test_an_evaluation_says_where_it_lies_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
