@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Strict, model_validator
+from pydantic import BaseModel, ConfigDict, Strict, field_validator, model_validator
 from pydantic_core import core_schema
 
 from penstock.protocols import routing as routes
+from penstock.protocols.chat import as_chat, as_tools, said
 from penstock.protocols.routing import no_routing
 
 Finish = Literal["stop", "length"]
@@ -95,27 +96,36 @@ class Prompt(BaseModel):
     """Row of the data source."""
     text: str | None = None
     """A plain prompt. Exactly one of `text` and `messages` is given."""
-    messages: list[dict[str, str]] | None = None
-    """A chat: maps with ``role`` and ``content``, rendered by the tokenizer's template."""
+    messages: list[dict[str, Any]] | None = None
+    """A chat: maps with ``role`` and ``content``, and ``tool_calls`` as OpenAI has them, rendered by the tokenizer's
+    template. Kept as `chat.as_chat` has them."""
+    tools: list[dict[str, Any]] | None = None
+    """JSON schemas of the functions that the template tells of; an environment's own take their place. None: none."""
     truth: Any = None
     """Whatever the reward function compares with: text, numbers, lists and maps of them."""
     source: str = ""
     """Which of a mixture's sources it is from; empty: there is one."""
-    answer: str | list[dict[str, str]] | None = None
+    answer: str | list[dict[str, Any]] | None = None
     """The row's own answer, for `rollout.given`: text, or, of a chat, messages that go on from it, the last of which is
     the assistant's. None: the row has none but its truth."""
     pictures: tuple[Annotated[bytes, Strict()], ...] = ()
     """What it shows, each a whole file of a common format (PNG, JPEG, WebP), in the order of the `PICTURE` marks in its
     words: as many as there are."""
 
+    @field_validator("messages", "answer", mode="before")
+    @classmethod
+    def _as_chat(cls, value: Any) -> Any:
+        return as_chat(value) if isinstance(value, list) else value
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _as_tools(cls, value: Any) -> Any:
+        return as_tools(value)
+
     @model_validator(mode="after")
     def _has_one_form(self) -> Prompt:
         if (self.text is None) == (self.messages is None):
             raise ValueError("a prompt has either text or messages")
-        if self.messages is not None and not all({"role", "content"} <= message.keys() for message in self.messages):
-            raise ValueError("every chat message has a role and a content")
-        if isinstance(self.answer, list) and not all({"role", "content"} <= said.keys() for said in self.answer):
-            raise ValueError("every message of an answer has a role and a content")
         if self.pictures and self.marks != len(self.pictures):
             raise ValueError(f"its words have {self.marks} times {PICTURE}, and its pictures are {len(self.pictures)}")
         return self
@@ -123,13 +133,14 @@ class Prompt(BaseModel):
     @property
     def marks(self) -> int:
         """How often its words say `PICTURE`."""
-        return self.as_text().count(PICTURE)
+        words = [self.text or "", *(message["content"] for message in self.messages or ())]
+        return sum(text.count(PICTURE) for text in words)
 
     def as_text(self) -> str:
-        """The prompt as plain text: a chat's contents, with blank lines between."""
-        return self.text if self.text is not None else "\n\n".join(m["content"] for m in self.messages or [])
+        """The prompt as plain text: what is said in a chat, with blank lines between."""
+        return self.text if self.text is not None else "\n\n".join(map(said, self.messages or ()))
 
-    def as_messages(self) -> list[dict[str, str]]:
+    def as_messages(self) -> list[dict[str, Any]]:
         """The prompt as a chat: a plain one is what a user says."""
         return self.messages or [{"role": "user", "content": self.as_text()}]
 

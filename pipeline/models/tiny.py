@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.pipeline.config import TinyModel
+from penstock.protocols.chat import said
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError
 from penstock.services.data.answers import answer_of, is_answer, own_answer
@@ -112,7 +113,7 @@ def _given_text(prompt: Prompt) -> str:
     answer = own_answer(prompt)
     if not is_answer(answer):
         return ""
-    return answer if isinstance(answer, str) else "".join(message["content"] for message in answer)
+    return answer if isinstance(answer, str) else "".join(map(said, answer))
 
 
 def _usable(source: Sequence[Prompt], numbers: Iterable[int]) -> list[Prompt]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.pipeline.config import Config, TinyModel
-from penstock.pipeline.preflight import given, unshown
+from penstock.pipeline.preflight import given, told_tools, unshown
 from penstock.pipeline.preflight.report import Report
 from penstock.protocols import wire
 from penstock.protocols.experience import Prompt
@@ -49,6 +49,7 @@ def look(config: Config, report: Report) -> None:
         )
     model = config.model
     if isinstance(model, TinyModel) and rows:
+        told_tools.look_at_tiny(rows, report)
         if model.warm_start.steps:
             try:
                 answer_of(rows[0])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.config import Config, PretrainedModel
-from penstock.pipeline.preflight import given
+from penstock.pipeline.preflight import given, told_tools
 from penstock.pipeline.preflight.data import ROWS, check_length
 from penstock.pipeline.preflight.report import Report
 from penstock.protocols.experience import Prompt
@@ -252,6 +252,7 @@ def _encode(config: Config, report: Report) -> None:
     report.lines.append(
         f"model.path: {config.model.path}; the first {len(sizes)} prompts are {min(sizes)} to {max(sizes)} tokens"
     )
+    told_tools.look_at_rows(config.model.path, tokenizer, rows, report)
     check_length(config, sizes, report, positions_of(model) or 1 << 30)
     for name, held_out in report.held_out.items():
         try:

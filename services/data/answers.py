@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeGuard
 
+from penstock.protocols.chat import as_chat
 from penstock.protocols.experience import Prompt
 from penstock.services.data.json_rows import kind_of
 
@@ -14,16 +15,17 @@ def own_answer(prompt: Prompt) -> Any:
     if prompt.answer is not None:
         return prompt.answer
     truth = prompt.truth
-    return truth["entry"].get("answer") if isinstance(truth, dict) and isinstance(truth.get("entry"), dict) else truth
+    found = truth["entry"].get("answer") if isinstance(truth, dict) and isinstance(truth.get("entry"), dict) else truth
+    try:
+        return as_chat(found) if isinstance(found, list) else found
+    except ValueError:
+        return found
 
 
-def is_answer(found: Any) -> TypeGuard[str | list[dict[str, str]]]:
+def is_answer(found: Any) -> TypeGuard[str | list[dict[str, Any]]]:
     """Whether what `own_answer` has found is text or messages: a truth may be anything, lists of other things too."""
     if isinstance(found, list):
-        return bool(found) and all(
-            isinstance(said, dict) and isinstance(said.get("role"), str) and isinstance(said.get("content"), str)
-            for said in found
-        )
+        return bool(found) and all(isinstance(each, dict) and isinstance(each.get("content"), str) for each in found)
     return isinstance(found, str) and bool(found)
 
 

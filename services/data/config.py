@@ -58,6 +58,10 @@ class HubData(Section):
     """Column of the pictures that the prompt shows, e.g. ``images``: one or a list of them, each an image of a
     dataset, or the path of a file. ``<image>`` in the prompt's words is where each stands; without, they stand before
     the words. For models that see: docs/models.md. null: prompts are words alone."""
+    tools_key: str | None = None
+    """Column of the functions that the prompt tells of by the chat template, e.g. ``tools``: a list of JSON schemas, as
+    OpenAI has them, or text that is JSON of one. For conversations with calls of tools, and for prompts whose answers
+    are to call some; an environment's own take their place. null: none."""
     chat: bool = True
     """Render a text prompt as one user message through the tokenizer's chat template, where it has one."""
     system: str | None = None

@@ -36,7 +36,7 @@ class HubSource(PromptSource):
         places = _places(config.split, len(rows), key) if config.files else range(len(rows))
         if not places:
             raise DataError(f"{key}.split: {config.split!r} has none of the {len(rows)} rows of {_what(config)}")
-        for option in ("prompt_key", "truth_key", "source_key", "answer_key", "images_key"):
+        for option in ("prompt_key", "truth_key", "source_key", "answer_key", "images_key", "tools_key"):
             column = getattr(config, option)
             if column and column not in rows.column_names and not (option == "truth_key" and _part_of(column, rows)):
                 there = ", ".join(rows.column_names)
@@ -48,8 +48,8 @@ class HubSource(PromptSource):
             self._unshown = [name for name in picture_columns(rows) if name != config.images_key]
             if config.truth_key:  # what else there is, pictures say, need not be decoded
                 truth = self._truth_in or config.truth_key
-                read = (config.prompt_key, truth, config.source_key, config.answer_key, config.images_key)
-                rows = rows.select_columns(list(dict.fromkeys(filter(None, read))))
+                others = (config.source_key, config.answer_key, config.images_key, config.tools_key)
+                rows = rows.select_columns(list(dict.fromkeys(filter(None, (config.prompt_key, truth, *others)))))
             _check_dates(rows, config, key)
             if config.images_key:
                 rows = undecoded(rows, config.images_key)
@@ -68,8 +68,8 @@ class HubSource(PromptSource):
         truth = self._truth(row) if self._config.truth_key else row
         if truth is None:
             raise DataError(f"row {index}: {self._config.truth_key!r} is missing or null, so no reward can judge it")
-        content, key = row[self._config.prompt_key], self._config.answer_key
-        answer = row[key] if key else None
+        content, key = self._chat(row[self._config.prompt_key]), self._config.answer_key
+        answer = self._chat(row[key]) if key else None
         if key and isinstance(self._rows, CsvRows):  # an answer of digits is text, whatever a reward is handed
             answer = self._rows.text(place, key)
         if key == self._config.prompt_key:
@@ -81,10 +81,15 @@ class HubSource(PromptSource):
             raise DataError(f"row {index}: {words}: {str(answer)[:80]}")
         beside = [Path(name) for name in self._config.files]
         pictures = read_pictures(images, beside, f"row {index}: {self._config.images_key}")
-        prompt = make_prompt(index, content, truth, self._config.chat, self._config.system, answer, pictures)
+        tools = self._chat(row[self._config.tools_key]) if self._config.tools_key else None
+        prompt = make_prompt(index, content, truth, self._config.chat, self._config.system, answer, pictures, tools)
         if self._config.source_key:
             prompt = prompt.model_copy(update={"source": _named(index, self._config.source_key, row)})
         return not_blind(prompt, f"{self._config.images_key!r} has no picture") if self._config.images_key else prompt
+
+    def _chat(self, found: Any) -> Any:
+        """Of messages or tools, what the row has said: a table has in each map every key that any row has, and null."""
+        return found if isinstance(self._rows, JsonRows) else _without_nulls(found)
 
     def _truth(self, row: dict[str, Any]) -> Any:
         found: Any = row[self._truth_in or str(self._config.truth_key)]
@@ -118,27 +123,25 @@ def not_blind(prompt: Prompt, lacks: str) -> Prompt:
 
 def make_prompt(
     index: int, content: Any, truth: Any, chat: bool, system: str | None, answer: Any = None,
-    pictures: tuple[bytes, ...] = (),
+    pictures: tuple[bytes, ...] = (), tools: Any = None,
 ) -> Prompt:  # fmt: skip
     """A prompt from text or from a list of chat messages, and so its own ``answer``, where it has one; which shows
-    ``pictures``, before its words where these do not say where. Raises `DataError` for anything else."""
-    if isinstance(answer, list):
-        answer = [_without_nulls(message) for message in answer]
+    ``pictures``, before its words where these do not say where, and tells of ``tools``, a list or JSON of one. Raises
+    `DataError` for anything else."""
     if answer is not None and not isinstance(answer, str | list):
         raise DataError(f"row {index}: the answer is neither text nor a list of messages: {str(answer)[:80]!r}")
     if isinstance(content, str):
         if not content:
             raise DataError(f"row {index}: the prompt is empty")
         if not chat and not system:
-            return _prompt(index, answer, text=marked(content, pictures), truth=truth, pictures=pictures)
+            return _prompt(index, answer, text=marked(content, pictures), truth=truth, pictures=pictures, tools=tools)
         content = [{"role": "user", "content": content}]
     if not isinstance(content, list) or not content:
         raise DataError(f"row {index}: the prompt is neither text nor a list of messages: {str(content)[:80]!r}")
-    content = [_without_nulls(message) for message in content]
     if pictures:
         content = marked_chat(content, pictures)
     messages = [{"role": "system", "content": system}, *content] if system else content
-    prompt = _prompt(index, answer, messages=messages, truth=truth, pictures=pictures)
+    prompt = _prompt(index, answer, messages=messages, truth=truth, pictures=pictures, tools=tools)
     if content[-1]["role"] == "assistant" and answer is None:
         raise DataError(
             f"row {index}: the conversation ends with the assistant's words, which the policy would be shown; name its "
@@ -155,8 +158,9 @@ def _prompt(index: int, answer: str | list[Any] | None, **said: Any) -> Prompt:
     try:
         return Prompt(index=index, answer=answer, **said)
     except ValidationError as error:
-        every = [*(said.get("messages") or ()), *(answer if isinstance(answer, list) else ())]
-        raise DataError(f"row {index}: {_unlike_chat(every, error)}") from None
+        first = error.errors()[0]
+        where = "its answer: " if first["loc"][:1] == ("answer",) else ""
+        raise DataError(f"row {index}: {where}{first['msg'].removeprefix('Value error, ')}") from None
 
 
 def _parted(index: int, talk: Any) -> tuple[list[Any], list[Any]]:
@@ -168,23 +172,12 @@ def _parted(index: int, talk: Any) -> tuple[list[Any], list[Any]]:
     return talk[:last], [talk[last]]
 
 
-def _without_nulls(message: Any) -> Any:
-    """A table has every key in every message, and null where there is none."""
-    if not isinstance(message, dict):
-        return message
-    return {name: value for name, value in message.items() if value is not None or name in ("role", "content")}
-
-
-def _unlike_chat(messages: list[Any], error: ValidationError) -> str:
-    """What keeps ``messages`` from being a chat, in a line."""
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            return f"message {number} is no map with role and content: {str(message)[:80]}"
-        for part, value in message.items():
-            if not isinstance(value, str):
-                said = f"{part} of message {number} is {kind_of(value)}, not text"
-                return f"{said} (calls of tools and other parts cannot be used yet; pictures: images_key)"
-    return error.errors()[0]["msg"].removeprefix("Value error, ")
+def _without_nulls(found: Any) -> Any:
+    if isinstance(found, list):
+        return [_without_nulls(each) for each in found]
+    if not isinstance(found, dict):
+        return found
+    return {name: _without_nulls(value) for name, value in found.items() if value is not None or name == "content"}
 
 
 def _what(config: HubData) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.protocols.chat import words_of
 from penstock.protocols.experience import PICTURE
 from penstock.services.data import DataError
 from penstock.services.data.json_rows import kind_of
@@ -93,18 +94,12 @@ def _has_words(message: Any) -> bool:
 
 def _as_words(message: Any) -> Any:
     content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+    if not isinstance(content, list):
         return message
-    words = []
-    for part in content:
-        kind = part.get("type")
-        if kind in ("image", "image_url"):
-            words.append(PICTURE)
-        elif kind == "text" and isinstance(part.get("text"), str):
-            words.append(part["text"])
-        else:
-            return message
-    return {**message, "content": "".join(words)}
+    try:
+        return {**message, "content": words_of(content, "content", PICTURE)}
+    except ValueError:  # told of where it becomes a prompt
+        return message
 
 
 def _file_of(found: Any, beside: Sequence[Path], where: str) -> bytes:

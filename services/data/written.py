@@ -16,19 +16,19 @@ from penstock.services.data.hub import make_prompt, not_blind
 from penstock.services.data.pictures import read_pictures
 from penstock.services.data.source import PromptSource
 
-READ = ("prompt", "truth", "answer", "images", "image")
+READ = ("prompt", "truth", "answer", "images", "image", "tools")
 """Columns of a row."""
 
 
 def line(row: Mapping[str, Any] | Prompt) -> str:
-    """A prompt as it is, or a row with ``prompt`` (text of a user, or messages) and perhaps ``truth``, ``answer`` and
-    ``images`` (or ``image``), as JSON; NaN, a gap in a table, is none. Raises `KeyError` where it has no prompt,
-    `TypeError` for what JSON has not and for columns that nobody reads beside a missing truth, and `DataError` for
-    images that are none."""
+    """A prompt as it is, or a row with ``prompt`` (text of a user, or messages) and perhaps ``truth``, ``answer``,
+    ``tools`` and ``images`` (or ``image``), as JSON; NaN, a gap in a table, is none. Raises `KeyError`
+    where it has no prompt, `TypeError` for what JSON has not and for columns that nobody reads beside a missing truth,
+    and `DataError` for images that are none."""
     if isinstance(row, Prompt):
         return json.dumps({**row.model_dump(), "pictures": _as_text(row.pictures)}) + "\n"
     row = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()}
-    own = {"answer": row["answer"]} if row.get("answer") is not None else {}
+    own = {name: row[name] for name in ("answer", "tools") if row.get(name) is not None}
     images = row.get("images", row.get("image"))
     if images is not None:
         own["images"] = _as_text(read_pictures(images, [], "images"))
@@ -76,6 +76,7 @@ class Written(PromptSource):
         row = json.loads(self._lines[index])
         if "prompt" in row:
             pictures = _as_files(row.get("images", ()))
-            prompt = make_prompt(index, row["prompt"], row["truth"], True, None, row.get("answer"), pictures)
+            answer, tools = row.get("answer"), row.get("tools")
+            prompt = make_prompt(index, row["prompt"], row["truth"], True, None, answer, pictures, tools)
             return not_blind(prompt, "it has no images")
         return Prompt.model_validate({**row, "pictures": _as_files(row.get("pictures", ()))})

@@ -18,7 +18,7 @@ def begun_with(task: Prompt, found: Mapping[str, Any]) -> Prompt:
         before = [message for message in task.messages if message["role"] == "system"]
         said = [*before, {"role": "user", "content": said}]
     form = {"text": said} if isinstance(said, str) else {"messages": said}
-    prompt = Prompt(index=task.index, truth=task.truth, **form)
+    prompt = Prompt(index=task.index, truth=task.truth, tools=task.tools, **form)
     shown = tuple(found["pictures"]) or task.pictures
     if not shown or not prompt.marks:
         return prompt

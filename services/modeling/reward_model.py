@@ -57,7 +57,7 @@ class RewardModel:
         if getattr(self._tokenizer, "chat_template", None):
             asked = prompt.as_messages()
             chat = [*asked, {"role": "assistant", "content": answer}]
-            found = self._tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
+            found = self._tokenizer.apply_chat_template(chat, tools=prompt.tools, tokenize=True, return_dict=False)
         else:
             found = self._tokenizer(prompt.as_text() + answer)["input_ids"]
         return list(found)[-self._longest :]

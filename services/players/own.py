@@ -49,7 +49,7 @@ class OwnPlayer:
 
     async def _play(self, session: AsyncAgentSession, number: int) -> Played:
         begun = await _asked(lambda answered: self._pool.reset(number, session.task, answered))
-        tools, rewards = begun["tools"], 0.0
+        tools, rewards = begun["tools"] or session.task.tools, 0.0
         try:
             messages = as_messages(begun_with(session.task, begun))
         except ValueError as error:

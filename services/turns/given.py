@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from penstock.protocols.chat import said as in_words
 from penstock.protocols.experience import Prompt, Trajectory, no_candidates
 from penstock.protocols.routing import no_routing
 from penstock.services.data.answers import is_answer, not_answer, own_answer
@@ -40,7 +41,7 @@ def given_trajectory(
     say how many candidates each token had. Raises `TextError` where the row has no answer, or one that has no room in
     ``max_length`` tokens (None: there is no bound)."""
     asked, talk = _parts(prompt, turns)
-    if reason := too_long(len(asked.as_text()) + sum(len(message["content"]) for message in talk), max_length):
+    if reason := too_long(len(asked.as_text()) + sum(len(in_words(message)) for message in talk), max_length):
         raise TextError(reason)
     asked_tokens = text.encode(asked)
     parts: list[Part] = [asked_tokens]
@@ -65,15 +66,17 @@ def given_trajectory(
         say(text.answer_to_text(asked.as_text(), talk[0]["content"]))
     else:
         heard: list[Message] = []
+        last: Message = {}
         for place, message in enumerate(talk):
             if message["role"] != "assistant":
                 heard.append(message)
                 continue
             if said:
-                between = text.observe(heard, True, int(said[-1][-1]), {})
+                between = text.observe(heard, True, int(said[-1][-1]), last)
                 add(between, len(between))
                 heard = []
-            say(text.answer_to_chat([*asked.messages, *talk[:place]], message))
+            say(text.answer_to_chat([*asked.messages, *talk[:place]], message, prompt.tools))
+            last = message
     words = text.decode([tokens.tolist() for tokens in said])
     spoken = tuple(words) if words[1:] else ()
     return join(parts, "\n\n".join(words), "stop", turns=spoken, given=True, pictures=asked.pictures)

@@ -48,9 +48,12 @@ class Tokenizer:
         self._template = {name: value for name, value in (template or {}).items() if name != "chat_template"}
 
     def encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None = None) -> np.ndarray:
-        """int32 ``[tokens]``. Chats go through the chat template, with the JSON schemas of ``tools``; without one,
-        their contents are joined by blank lines. Raises `TextError` where tools cannot be told of."""
-        if tools and (prompt.messages is None or not self.has_template):
+        """int32 ``[tokens]``. Chats go through the chat template, with the JSON schemas of ``tools``, or else of the
+        prompt's own; without one, their contents are joined by blank lines. Raises `TextError` where tools, or calls of
+        them, cannot be told of."""
+        tools = tools or prompt.tools
+        calls = any("tool_calls" in message for message in prompt.messages or ())
+        if (tools or calls) and (prompt.messages is None or not self.has_template):
             raise TextError(
                 "tools are told by a chat template: the prompt must be messages (chat: true), and the tokenizer must "
                 "have one"
@@ -122,15 +125,18 @@ class Tokenizer:
         if pictures and not self.has_template:
             raise TextError(UNTOLD)
         if pictures:
-            return self._with_pictures(self._rendered(messages, tools, tokenize=False), pictures, begun=True)
+            return self._with_pictures(self._render(messages, True, tools), pictures, begun=True)
         if not self.has_template:
             return self.encode_text(_contents(messages))
-        return np.array(self._rendered(messages, tools, tokenize=True), np.int32)
+        return np.array(self._render(messages, True, tools, tokenize=True), np.int32)
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, tokenize: bool) -> Any:
-        """As its chat template has them, up to where the answer begins: text, or ids."""
+    def _render(
+        self, messages: Sequence[Message], asks: bool, tools: Sequence[Mapping[str, Any]] | None = None,
+        tokenize: bool = False,
+    ) -> Any:  # fmt: skip
+        """A chat as its template has it, up to its end, or up to where the next answer begins: text, or ids."""
         return self._tokenizer.apply_chat_template(
-            list(messages), tools=list(tools or ()) or None, add_generation_prompt=True, tokenize=tokenize,
+            list(messages), tools=list(tools or ()) or None, add_generation_prompt=asks, tokenize=tokenize,
             return_dict=False, **self._template,
         )  # fmt: skip
 
@@ -142,16 +148,25 @@ class Tokenizer:
         goes_on = whole[: len(before)] == before
         return self._ended(whole[len(before) :] if goes_on else self._tokenize(answer))
 
-    def answer_to_chat(self, before: Sequence[Message], answer: Message) -> np.ndarray:
+    def answer_to_chat(
+        self, before: Sequence[Message], answer: Message, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> np.ndarray:
         """int32 ``[tokens]`` of an ``answer`` to a chat as one samples it behind `encode_chat`: what the template makes
         of it, up to the token that ends it. Where the template begins it otherwise than where it asks for it, or leaves
-        thoughts out, it is the answer as it is written, with the template's end. Raises `TextError` where thoughts in a
-        field of their own would be lost, or nothing ends an answer."""
+        thoughts out, it is the answer as it is written, with the template's end. Raises `TextError` where calls, or
+        thoughts in a field of their own, would be lost, or nothing ends an answer."""
         written = answer["content"]
         if not self.has_template:
             return self.answer_to_text(_contents(before), written)
-        begun, whole = self._render(before, True), self._render([*before, answer], False)
+        begun, whole = self._render(before, True, tools), self._render([*before, answer], False, tools)
         told = whole.removeprefix(begun) if whole.startswith(begun) else ""
+        if call := self.lost_call(answer):
+            raise TextError(f"the chat template leaves out the call of {call}; write it into the answer's content")
+        if answer.get("tool_calls") and not (told and _says(told, written)):
+            raise TextError(
+                "the chat template tells of an answer with calls otherwise than where it asks for one, or leaves its "
+                "content out; write the calls into the content"
+            )
         if not _says(told, written):
             tag = re.match(r"\s*(<[^<>\s]+>)\s*", written)  # one that the template has opened already
             opened = tag and begun.rstrip().endswith(tag[1])
@@ -180,12 +195,6 @@ class Tokenizer:
     def stop_ids(self) -> set[int]:
         """The ids that end an answer: of the tokenizer, of the chat template, and of the model's own list."""
         return stop_ids(self._tokenizer, listed_ends(self._path), self._end)
-
-    def _render(self, messages: Sequence[Message], asks: bool) -> str:
-        """A chat as text, up to its end, or up to where the next answer begins."""
-        return self._tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=asks, tokenize=False, **self._template
-        )
 
     def observe(
         self, observation: str | Sequence[Message], chat: bool, ended_with: int, answer: Message | None = None,
@@ -247,11 +256,7 @@ class Tokenizer:
         """As `_behind_answer`, of an answer that asked for tools: some templates say of a result whose it is. A call
         ends first, as was sampled, and then the answer, by ``end`` or another special token. Empty where the template
         says nothing of calls."""
-        marks = [f"{_ARGUMENT} {place}" for place in range(len(calls))]
-        marked = [
-            {**call, "function": {**call["function"], "arguments": {"argument": mark}}}
-            for call, mark in zip(calls, marks, strict=True)
-        ]
+        marks, marked = _marked_calls(calls)
         try:
             told = self._told({"role": "assistant", "content": MARK, "tool_calls": marked}, messages)
         except Exception:  # a template may raise anything; what it says of an answer without calls may do
@@ -263,6 +268,14 @@ class Tokenizer:
             if found:
                 return told[min(found) :]
         return ""
+
+    def lost_call(self, answer: Message) -> str:
+        """The function of a call in ``answer`` that the chat template says nothing of; empty: it tells of all."""
+        marks, marked = _marked_calls(answer.get("tool_calls") or ())
+        told = self._told({**answer, "tool_calls": marked}, ()) if marks else ""
+        return next(
+            (call["function"]["name"] for mark, call in zip(marks, marked, strict=True) if mark not in told), ""
+        )
 
     def _told(self, answer: Message, messages: Sequence[Message]) -> str:
         """A chat with an ``answer``, and ``messages`` behind it, up to where the next one begins."""
@@ -354,6 +367,15 @@ def _letters() -> dict[str, int]:
     from transformers.convert_slow_tokenizer import bytes_to_unicode  # takes a second to import
 
     return {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
+def _marked_calls(calls: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
+    """``calls`` with a mark for their arguments, and the marks."""
+    marks = [f"{_ARGUMENT} {place}" for place in range(len(calls))]
+    return marks, [
+        {**call, "function": {**call["function"], "arguments": {"argument": mark}}}
+        for call, mark in zip(calls, marks, strict=True)
+    ]
 
 
 def _says(told: str, written: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 import pytest
 
+from penstock.protocols import wire
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, json_rows, open_source
 from penstock.services.data.config import HubData, ReasoningGymData, says_sources
@@ -221,9 +222,57 @@ def test_a_key_that_only_other_messages_have_is_not_told() -> None:
     assert make_prompt(0, said, "1", True, None).messages == [{"role": "user", "content": "hi"}, said[1]]
     with pytest.raises(DataError, match="content of message 0 is null, not text"):
         make_prompt(0, [{"role": "user", "content": None}], "1", True, None)
-    called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function"}]}
-    with pytest.raises(DataError, match=r"row 3: tool_calls of message 1 is a list, not text \(calls of tools"):
-        make_prompt(3, [{"role": "user", "content": "hi"}, called], "1", True, None)
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "number"}}}}}
+
+
+def called(arguments: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": arguments}, **more}]}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_conversations_with_calls_of_tools_are_read_as_data_sets_have_them(tmp_path: Path, kind: str) -> None:
+    asked = {"role": "user", "content": [{"type": "text", "text": "1+1"}, {"type": "text", "text": "=?"}]}
+    result = {"role": "tool", "content": "2", "tool_call_id": "c1"}
+    talk = [asked, {**called('{"a": 1}', id="c1", type="function"), "content": None}, result]
+    last = {"role": "assistant", "content": "2", "tool_calls": []}
+    other = {**ADD, "function": {"name": "now", "description": "The time."}}
+    rows = [{"talk": [*talk, last], "tools": [ADD, other]}, {"talk": [*talk[:2]], "tools": [ADD]}]
+    file = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        file.write_text(lines(rows[0], {**rows[1], "tools": [ADD]}))
+    else:
+        rows = json.loads(json.dumps(rows))
+        rows[0]["talk"][0]["content"] = "1+1=?"  # a column has one type
+        datasets.Dataset.from_list([{**rows[0]}, {**rows[1], "talk": [rows[0]["talk"][0], talk[1]]}]).to_parquet(file)
+    path = "json" if kind == "jsonl" else kind
+    keys = {"prompt_key": "talk", "answer_key": "talk", "tools_key": "tools", "truth_key": "talk"}
+    source = open_source(HubData(path=path, files=[str(file)], **keys))
+    said = [{"role": "user", "content": "1+1=?"}, {"content": "", **called({"a": 1}, type="function", id="c1")}, result]
+    assert (source[0].messages, source[0].answer) == (said, [{"role": "assistant", "content": "2"}])
+    assert (source[1].messages, source[1].answer) == (said[:1], [said[1]])
+    assert (source[0].tools, source[1].tools) == ([ADD, other], [ADD]), "no nulls of a table"
+    assert source[0].as_text() == '1+1=?\n\n{"name": "add", "arguments": {"a": 1}}\n\n2'
+    back = Prompt.model_validate(wire.unpack(wire.pack(source[0].model_dump())))
+    assert back == source[0] and json.loads(json.dumps(back.model_dump()))
+
+
+@pytest.mark.parametrize(
+    ("message", "tools", "why"),
+    [
+        ({"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}, None, "call 0 of message 1 .*OpenAI"),
+        (called("{a: 1}"), None, r"call 0 of message 1 \(add\) has arguments that are no map, nor JSON of one: {a: 1}"),
+        ({"role": "user", "content": [{"type": "image"}]}, None, "message 1 has a part that is no text .*images_key"),
+        ({"role": "user", "content": "", "weight": 1}, None, "weight of message 1 is 1, not text"),
+        (called({}), '[{"type": ', "tools are no JSON"),
+        (called({}), ["add"], "tools are no list of maps"),
+    ],
+)
+def test_a_call_or_a_tool_that_is_none_costs_its_row(message: dict[str, Any], tools: Any, why: str) -> None:
+    with pytest.raises(DataError, match=f"row 3: .*{why}"):
+        make_prompt(3, [{"role": "user", "content": "hi"}, message], "1", True, None, "yes", tools=tools)
+    assert make_prompt(3, "hi", "1", True, None, tools=json.dumps([ADD])).tools == [ADD]
 
 
 class Odd(PromptSource):

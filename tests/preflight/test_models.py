@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from penstock.pipeline.config import Config, load
 from penstock.pipeline.models import make_tiny as making
 from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
-from penstock.pipeline.preflight import environment, pictures
+from penstock.pipeline.preflight import data, environment, pictures
 from penstock.pipeline.preflight import model as models
 from penstock.pipeline.preflight.report import Report
 from penstock.protocols.experience import Prompt
@@ -179,6 +179,28 @@ def test_an_environments_first_words_have_room_and_tell_of_its_tools(policy: Pat
     assert not found and "unless the system message of each prompt tells of them" in report.notes[0]
     raises = "{{ raise_exception('no such role') }}"
     assert "what row 0 begins with: TemplateError: no such role" in begun(path, raises)[0]
+
+
+@pytest.mark.parametrize("template", [PLAIN, TOLD])
+def test_tools_and_calls_of_rows_that_the_template_leaves_out_are_told(
+    policy: Path, tmp_path: Path, template: str
+) -> None:
+    path = shutil.copytree(policy, tmp_path / "chats")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(path)
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}
+    talk = [*ASKED, call, {"role": "tool", "content": "2"}] if template == TOLD else ASKED
+    row = {"prompt": talk, "tools": [{"type": "function", "function": {"name": "add"}}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    train = {"type": "hub", "path": "json", "files": [str(tmp_path / "rows.jsonl")], "tools_key": "tools"}
+    lost = "the call of add in its conversation" if template == TOLD else "its tools"
+
+    def look(config: Config, report: Report) -> None:
+        data.look(config, report)
+        models.look(config, report)
+
+    assert f"row 0: the chat template of {path} does not tell of {lost}" in said(path, look, prompts={"train": train})
 
 
 def test_a_model_of_which_nothing_ends_an_answer_is_refused(policy: Path, tmp_path: Path) -> None:

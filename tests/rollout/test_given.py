@@ -135,6 +135,51 @@ def test_of_a_conversation_every_turn_is_learned_behind_what_was_said_before_or_
     assert len(given_trajectory(text, prompt, "all", 0, None).turns) == 2
 
 
+TOOLS = """{% if tools %}<|im_start|>system
+{{ tools | map('tojson') | join('\n') }}<|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}
+{{ '<tool_response>' + m.content + '</tool_response>' if m.role == 'tool' else m.content }}
+{%- for c in m.tool_calls or [] %}
+<tool_call>
+{{ c.function | tojson }}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALLS = [{"function": {"name": "add", "arguments": '{"a": "2", "b": [2, true]}'}}]
+CALLED = [{"role": "assistant", "content": None, "tool_calls": CALLS}, {"role": "tool", "content": "4"}]
+
+
+def test_calls_of_tools_are_learned_as_the_template_tells_them_behind_the_tools(make: Callable[..., Tokenizer]) -> None:
+    text = make(TOOLS)
+    prompt = Prompt(index=0, messages=[*ASKED, *CALLED], answer=[{"role": "assistant", "content": "4"}], tools=[ADD])
+    head = f"<|im_start|>system\n{json.dumps(ADD)}<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": "2", "b": [2, true]}}\n</tool_call><|im_end|>'
+    between = "\n<|im_start|>user\n<tool_response>4</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert shown(text, prompt) == [(False, head), (True, call), (False, between), (True, "4<|im_end|>")]
+    assert shown(text, prompt, "last") == [(False, head + call + between), (True, "4<|im_end|>")]
+    asked = text.plain.apply_chat_template(ASKED, tools=[ADD], add_generation_prompt=True, return_dict=False)
+    (_, one), (_, two) = shown(text, Prompt(index=0, messages=ASKED, answer=CALLED[:1], tools=[ADD]))
+    assert (one, two) == (head, call) and text.encode(prompt.model_copy(update={"messages": ASKED})).tolist() == asked
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (PLAIN, "the chat template leaves out the call of add; write it into the answer's content"),
+        (TOOLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"), "leaves out the call of sum"),
+        (TOOLS.replace("assistant\n{% endif", "assistant\n<think>{% endif"), "tells of an answer with calls otherwise"),
+        (None, "tools are told by a chat template"),
+    ],
+)  # fmt: skip
+def test_calls_that_would_be_lost_cost_their_row(
+    make: Callable[..., Tokenizer], template: str | None, why: str
+) -> None:
+    two = {**CALLED[0], "tool_calls": [*CALLS, {"function": {"name": "sum", "arguments": {}}}]}
+    with pytest.raises(TextError, match=why):
+        given_trajectory(make(template), Prompt(index=0, messages=ASKED, answer=[two], tools=[ADD]), "all", 0, 512)
+
+
 @pytest.mark.parametrize(
     ("template", "ends"),
     [(PLAIN, {"<|im_end|>", "<eos>"}), (PHI, {"<|im_end|>", "<eos>"}), (NO_END, {"<eos>"}), (None, {"<eos>"}),

@@ -1,0 +1,92 @@
+"""Messages of a chat and tools of one in the form that chat templates read, however a data set has written them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def as_chat(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """``messages`` with contents of text, and with calls of tools as OpenAI has them, their arguments as maps. Keys
+    that are null or an empty list are left out. Raises `ValueError`, which names the message, for what is none.
+
+    >>> as_chat([{"role": "user", "content": [{"type": "text", "text": "2+2?"}], "name": None}])
+    [{'role': 'user', 'content': '2+2?'}]
+    """
+    return [_message(message, number) for number, message in enumerate(messages)]
+
+
+def _message(message: Any, number: int) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or "role" not in message or not {"content", "tool_calls"} & message.keys():
+        raise ValueError(f"message {number} is no map with role and content: {str(message)[:80]}")
+    given = message.get("tool_calls") or []
+    if not isinstance(given, list):
+        raise ValueError(f"tool_calls of message {number} are no list: {str(given)[:80]}")
+    calls = [_call(call, f"call {place} of message {number}") for place, call in enumerate(given)]
+    content: Any = message.get("content")
+    if content is None and calls:
+        content = ""
+    elif isinstance(content, list):
+        content = words_of(content, f"content of message {number}")
+    found = {"role": message["role"], "content": content}
+    found |= {name: value for name, value in message.items() if name not in (*found, "tool_calls")}
+    for name, value in found.items():
+        if not isinstance(value, str) and not (name not in ("role", "content") and value in (None, [])):
+            raise ValueError(f"{name} of message {number} is {json.dumps(value, default=str)[:80]}, not text")
+    found = {name: value for name, value in found.items() if isinstance(value, str)}
+    return found | ({"tool_calls": calls} if calls else {})
+
+
+def words_of(parts: Sequence[Any], where: str, mark: str = "") -> str:
+    """The texts of a content in ``parts``, joined; a picture is a ``mark``. Raises `ValueError`, which says ``where``,
+    for other parts, and where there is no mark for pictures."""
+    words = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in ("image", "image_url") and mark:
+            words.append(mark)
+        elif kind == "text" and isinstance(text := part.get("text"), str):
+            words.append(text)
+        else:
+            raise ValueError(f"{where} has a part that is no text (pictures: images_key): {str(part)[:80]}")
+    return "".join(words)
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+        form = '{"function": {"name": …, "arguments": {…}}}'
+        raise ValueError(f"{where} (tool_calls) is {str(call)[:80]}; it must be as OpenAI has it, {form}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            pass  # refused below
+    if arguments is not None and not isinstance(arguments, dict):
+        raise ValueError(f"{where} ({name}) has arguments that are no map, nor JSON of one: {str(arguments)[:80]}")
+    id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**id, "type": "function", "function": {"name": name, "arguments": arguments or {}}}
+
+
+def as_tools(found: Any) -> list[dict[str, Any]] | None:
+    """Tools as chat templates are told of them: a list of JSON schemas, or JSON of one; None where there are none.
+    Raises `ValueError` for anything else."""
+    if isinstance(found, str):
+        try:
+            found = json.loads(found) if found.strip() else None
+        except (ValueError, RecursionError):
+            raise ValueError(f"tools are no JSON: {found[:80]}") from None
+    if found is None or found == []:
+        return None
+    if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
+        raise ValueError(f"tools are no list of maps (JSON schemas of functions): {str(found)[:80]}")
+    return [dict(tool) for tool in found]
+
+
+def said(message: Mapping[str, Any]) -> str:
+    """A message of `as_chat` in words: its content, and its calls as JSON, each in a line."""
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
+    return "\n".join([message["content"]] * bool(message["content"] or not calls) + calls)
