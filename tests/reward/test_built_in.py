@@ -129,11 +129,11 @@ class Server(BaseHTTPRequestHandler):
 
     script: ClassVar[list[Any]] = []
     asked: ClassVar[list[float]] = []
-    said: ClassVar[str] = ""
+    body: ClassVar[dict[str, Any]] = {}
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        Server.said = body["messages"][0]["content"]
+        Server.body = body
         self.asked.append(time.monotonic())
         status, body = self.script.pop(0)
         if body.isdigit() or body.startswith("grade"):
@@ -187,7 +187,17 @@ def test_what_a_prompt_says_in_braces_is_no_place_for_the_answer(url: str) -> No
     Server.script[:] = [(200, "grade: 8")]
     question = "{prompt} | {truth} | {response} | {other}"
     asyncio.run(judge("{truth}", "print({response})", "{prompt}", url=url, model="m", question=question))
-    assert Server.said == "print({response}) | {prompt} | {truth} | {other}"
+    said = {"role": "user", "content": "print({response}) | {prompt} | {truth} | {other}"}
+    assert Server.body == {"model": "m", "temperature": 0.0, "max_tokens": 512, "messages": [said]}
+
+
+def test_what_a_judge_is_asked_with_is_told_by_its_body(url: str) -> None:
+    """OpenAI's models that think refuse both."""
+    Server.script[:] = [(200, "grade: 8")]
+    body = {"temperature": None, "max_tokens": None, "max_completion_tokens": 4096, "reasoning_effort": "low"}
+    asyncio.run(judge("2", "1 + 1?", "2", url=url, model="m", question="?", body=body))
+    said = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+    assert Server.body == said | {"max_completion_tokens": 4096, "reasoning_effort": "low"}
 
 
 def test_the_same_question_is_asked_once_also_while_it_is_asked(url: str) -> None:
@@ -250,7 +260,7 @@ CUT_OFF = '{"choices": [{"message": {"content": "Of 7 steps, 3"}, "finish_reason
     ("script", "said"),
     [
         ([(200, "<html>hello</html>")], "no chat completion: '<html>"),
-        ([(200, CUT_OFF)], "cut off before the grade; raise the option max_tokens: 'Of 7 steps, 3'"),
+        ([(200, CUT_OFF)], "cut off before the grade; raise the option max_tokens .*: 'Of 7 steps, 3'"),
         ([(200, "grade: none")], "no grade in its reply"),
         ([(200, "grade: /10")], "no grade in its reply"),
         ([(200, "95")], r"95 is no grade from 0 to scale=10, in its reply: '95'"),

@@ -72,6 +72,7 @@ async def judge(
     key_env: str = "OPENAI_API_KEY",
     attempts: int = 6,
     max_tokens: int = 512,
+    body: dict[str, Any] | None = None,
 ) -> float:
     """The last number of the judge's reply that ``pattern`` finds (its first group, where it has one; what that does
     not match is passed over), divided by ``scale``. By default the last that is not the 10 of ``7/10``, ``7 out of
@@ -79,9 +80,10 @@ async def judge(
     cut off.
 
     ``url`` is the server's base, e.g. ``http://judge:8000/v1``; ``question`` has ``{prompt}``, ``{truth}`` and
-    ``{response}``; the variable ``key_env`` holds a key, if one is needed. A busy or failing server (429, 5xx, a broken
-    connection) is asked again up to ``attempts`` times, each after twice as long, or after what it asks for. The same
-    question has the same grade, and is asked once.
+    ``{response}``; the variable ``key_env`` holds a key, if one is needed. ``body`` is put over what it is asked
+    with (``temperature`` 0, ``max_tokens``), and takes out what it says is None. A busy or failing server (429, 5xx, a
+    broken connection) is asked again up to ``attempts`` times, each after twice as long, or after what it asks for. The
+    same question has the same grade, and is asked once.
     """
     parts = {"prompt": prompt, "truth": "none" if truth is None else str(truth), "response": response}
     text = re.sub(r"\{(prompt|truth|response)\}", lambda found: parts[found[1]], question)
@@ -92,7 +94,10 @@ async def judge(
             if not asked.cancelled():  # else whoever asked was at its deadline: now it is for us to ask
                 asked.result()
             continue
-        asking = _grade(key, url, model, text, pattern, scale, key_env, attempts, max_tokens)
+        said = {"model": model, "temperature": 0.0, "max_tokens": max_tokens}
+        said |= {"messages": [{"role": "user", "content": text}]} | (body or {})
+        said = {name: value for name, value in said.items() if value is not None}
+        asking = _grade(key, url, said, pattern, scale, key_env, attempts)
         asked = _under_way[key] = asyncio.ensure_future(asking)
         asked.add_done_callback(lambda _: _under_way.pop(key))
         await asked
@@ -101,13 +106,9 @@ async def judge(
 
 
 async def _grade(
-    key: bytes, url: str, model: str, text: str, pattern: str, scale: float, key_env: str, attempts: int,
-    max_tokens: int,
-) -> None:  # fmt: skip
+    key: bytes, url: str, body: dict[str, Any], pattern: str, scale: float, key_env: str, attempts: int
+) -> None:
     """Asks, and remembers the grade."""
-    body = {
-        "model": model, "temperature": 0.0, "max_tokens": max_tokens, "messages": [{"role": "user", "content": text}]
-    }  # fmt: skip
     reply = await _ask(f"{url.rstrip('/')}/chat/completions", body, os.environ.get(key_env, ""), attempts)
     groups = (found[0] if isinstance(found, tuple) else found for found in re.findall(pattern, reply))
     said = [found for found in groups if found]
@@ -163,7 +164,8 @@ def _content(answer: Any) -> str:
         raise JudgeError(f"its answer is no chat completion: {answer.text[:120]!r}") from None
     if finish == "length":
         raise JudgeError(
-            f"its reply was cut off before the grade; raise the option max_tokens: {str(content)[-120:]!r}"
+            "its reply was cut off before the grade; raise the option max_tokens (in body max_completion_tokens), or "
+            f"ask one that does not think: {str(content)[-120:]!r}"
         )
     if not isinstance(content, str):
         raise JudgeError(f"its answer has no text: {answer.text[:120]!r}")
