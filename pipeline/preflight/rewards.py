@@ -76,7 +76,7 @@ def _try(function: FunctionConfig, index: int, table: ColumnTable, rows: list[Pr
     pool = WorkerPool(function.program(key), workers=1, limit=8)  # importing it may take as long as in the run
     line = note = ""
     try:
-        for row in rows if function.trial else []:
+        for row in _with_its_truth(key, function, rows if function.trial else []):
             answers, calls = _called(pool, function, table, row)
             line = line or _given(key, function, row, answers, calls)
             if note := _judge(key, function, row, answers, calls):
@@ -84,6 +84,19 @@ def _try(function: FunctionConfig, index: int, table: ColumnTable, rows: list[Pr
         return line, note
     finally:
         pool.close()
+
+
+def _with_its_truth(key: str, function: FunctionConfig, rows: list[Prompt]) -> Iterator[Prompt]:
+    """``rows`` with what the function is given of their truth. Raises `SetupError` where its `truth_key` is in none."""
+    for row in rows:
+        truth = function.truth_of(row.truth)
+        if truth is None and function.truth_key:
+            has = f"it has {', '.join(map(str, row.truth))}" if isinstance(row.truth, dict) else "it is no map"
+            remedy = "" if isinstance(row.truth, dict) else "; set prompts.train.truth_key=null for the whole row"
+            raise SetupError(
+                f"{key}.truth_key: {function.truth_key!r} is not in the truth of row {row.index}; {has}{remedy}"
+            )
+        yield row.model_copy(update={"truth": truth})
 
 
 def _called(

@@ -19,6 +19,8 @@ log = structlog.get_logger()
 
 MEASURE = ("function", "name", "weight", "sources", "options", "columns", "whole_group", "last_turn")
 """Of a reward function, what the number follows from."""
+NEWER = ("truth_key",)
+"""Keys that count only where they are set: a run of before there were any is to find its measure again."""
 
 
 def best(state: BrokerState, margin: float = 0.0) -> Best | None:
@@ -79,7 +81,10 @@ def measure(state: BrokerState) -> str:
     for said in reward.get("functions", ()):
         also = {name: weight for name, weight in (said.get("also") or {}).items() if weight}
         if said.get("weight", 1) or also:
-            counted.append({key: said.get(key) for key in MEASURE} | ({"also": also} if also else {}))
+            newer = {"also": also} | {key: said.get(key) for key in NEWER}
+            counted.append(
+                {key: said.get(key) for key in MEASURE} | {k: v for k, v in newer.items() if v not in ({}, None)}
+            )
     said = json.dumps([counted, reward.get("columns")], sort_keys=True, default=str)
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 

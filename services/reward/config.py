@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from penstock.protocols.columns import REWARD
+from penstock.services.reward.truth import part_of
 from penstock.services.runtime.settings import Section
 from penstock.services.user_processes.worker import Program
 
@@ -59,6 +60,10 @@ class FunctionConfig(Section):
     """Other columns that it reads, e.g. ``[reference]``: it is called once they are there, and given each as an
     argument of that name (``reward/exact_match`` as ``reward_exact_match``): the trajectory's number, or a float32
     array with one for each of its tokens."""
+    truth_key: str | None = None
+    """The part of the truth that it is given as ``truth``, where that is the whole row (`prompts.train.truth_key` null)
+    or another map: a name in it, e.g. ``answer``, or one in a map there, e.g. ``reward_model.ground_truth``. null: all
+    of it."""
     options: dict[str, Any] = {}
     """Arguments of your own that every call gets, e.g. ``{strict: true}``."""
     whole_group: bool = False
@@ -94,6 +99,10 @@ class FunctionConfig(Section):
         handler = GROUP_HANDLER if self.whole_group else HANDLER
         timeout_s = self.timeout_s or (TESTS_TIMEOUT_S if self.function == "code_tests" else TIMEOUT_S)
         return Program(handler, function, key, timeout_s, self.options, columns, list(self.also))
+
+    def truth_of(self, truth: Any) -> Any:
+        """Its part of a prompt's ``truth`` (`truth_key`); None where that has no such part."""
+        return part_of(truth, self.truth_key) if self.truth_key else truth
 
     @property
     def reads_last_turn(self) -> bool:

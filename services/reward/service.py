@@ -184,7 +184,8 @@ def _offered(task: ScoringTask, sample: int) -> dict[str, Any]:
 
 def _as_asked(config: FunctionConfig, task: ScoringTask, sample: int, offered: dict[str, Any]) -> dict[str, Any]:
     """What is offered to all, as the function's config wants it: with the columns that it names, the trajectory's own
-    part of each, and maybe the last turn alone as the response."""
+    part of each, its part of the truth, and maybe the last turn alone as the response."""
+    offered = offered | {"truth": config.truth_of(offered["truth"])}
     if config.reads_last_turn:
         offered = offered | {"response": offered["turns"][-1]}
     return offered | {name.replace("/", "_"): _part(task, name, sample) for name in config.columns}

@@ -1,5 +1,7 @@
 """What the functions that compare an answer with the truth have in common."""
 
+from __future__ import annotations
+
 from typing import Any
 
 
@@ -17,3 +19,16 @@ def as_text(truth: Any) -> str:
     if isinstance(truth, float) and truth.is_integer():  # of a table that has a fraction or a gap in that column
         return str(int(truth))
     return str(truth)
+
+
+def part_of(truth: Any, key: str) -> Any:
+    """What a map has under ``key``, or under its names one in the other; None where it has nothing there.
+
+    >>> part_of({"reward_model": {"ground_truth": "4"}}, "reward_model.ground_truth")
+    '4'
+    """
+    if isinstance(truth, dict) and key in truth:
+        return truth[key]
+    for name in key.split("."):
+        truth = truth.get(name) if isinstance(truth, dict) else None
+    return truth

@@ -22,6 +22,10 @@ def length(response: str) -> float:
     return len(response)
 
 
+def level(truth: dict[str, Any]) -> float:
+    return truth.get("extra_info", truth)["level"]
+
+
 @pytest.mark.parametrize(
     ("function", "given"),
     [
@@ -30,9 +34,12 @@ def length(response: str) -> float:
         ({"function": "exact_match", "last_turn": False}, 0.0),
         ({"function": f"{HERE}:length"}, len("let me look 7 42")),
         ({"function": f"{HERE}:length", "last_turn": True}, 2.0),
+        ({"function": "exact_match", "truth_key": "reward_model.ground_truth"}, 1.0),
+        ({"function": f"{HERE}:level"}, 3.0),
+        ({"function": f"{HERE}:level", "truth_key": "extra_info"}, 3.0),
     ],
 )
-def test_what_compares_with_the_truth_reads_the_last_turn(function: dict[str, Any], given: float) -> None:
+def test_each_reads_its_turns_and_its_part_of_the_truth(function: dict[str, Any], given: float) -> None:
     mask, zeros = np.array([0, 1, 0, 1], np.uint8), np.zeros(4, np.float32)
     versions = np.where(mask == 1, 0, UNSAMPLED).astype(np.int32)
     answer = Trajectory(
@@ -42,7 +49,9 @@ def test_what_compares_with_the_truth_reads_the_last_turn(function: dict[str, An
     reward, told = Reward(config, workers=1, group_size=1), queue.Queue[Any]()
     (column,) = (each.column for each in config.functions)
     try:
-        task = ScoringTask(("train", 1), Group(1, Prompt(index=0, text="?", truth="42"), [answer]), (column,), {}, 0)
+        row = {"reward_model": {"ground_truth": "42"}, "extra_info": {"level": 3}}
+        truth = row if "level" in function["function"] or "truth_key" in function else "42"
+        task = ScoringTask(("train", 1), Group(1, Prompt(index=0, text="?", truth=truth), [answer]), (column,), {}, 0)
         reward.score([task], lambda task, name, values, errors=(): told.put((values, errors)))
         values, errors = told.get(timeout=30)
     finally:
