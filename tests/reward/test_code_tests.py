@@ -89,6 +89,11 @@ def test_the_program_is_the_last_block_of_python(answer: str) -> None:
          f'{{"fn_name": "f", "inputs": [[5000]], "outputs": [1{"0" * 5000}]}}'),
         (ADDS, FAILS, {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}),
         (ADDS, FAILS, '{"fn_name": "add", "inputs": [[[1], [2]]], "outputs": [[[1, 2]]]}'),
+        (READS, "print(4)", '[{"input": "1\\n2\\n", "output": "3\\n", "testtype": "stdin"}]'),
+        (READS, "print(4)", [{"type": "stdin_stdout", "fn_name": None, "input": "1\n2", "output": "3"}]),
+        (ADDS, FAILS, [{"testtype": "functional", "input": "[1]\n[2]", "output": "[1, 2]", "metadata": {
+            "func_name": "add"}}]),
+        (ADDS, FAILS, [{"type": "function_call", "fn_name": "add", "input": [1, 2], "output": [3]}]),
         ("class Solution:\n    def two(self, a): return (a, None)", "two = abs", {
             "fn_name": "two", "inputs": [[1]], "outputs": [[1, None]]}),
         ("from __future__ import annotations\nclass Solution:\n    def gcd(self, a: List[int]) -> Optional[int]:\n"
@@ -112,11 +117,24 @@ def test_each_kind_of_tests_tells_right_from_wrong(right: str, wrong: str, truth
         ({"fn_name": "add", "inputs": ["1 2"], "outputs": [3]}, "a list of the function's arguments"),
         ({"fn_name": "a b", "inputs": [[1]], "outputs": [3]}, "a list of the function's arguments"),
         ([], "neither assertions"),
+        ([{"input": "1", "output": "2"}, {"input": "1"}], "neither assertions"),
+        ([{"input": "1", "output": "2", "testtype": "file"}], "a test of the type 'file'; there are stdin"),
+        ([{"input": "1", "output": "2", "testtype": "functional"}], "func_name, in metadata.*: 'None'"),
+        ([{"input": "a", "output": "2", "testtype": "functional"}], "functional test is no JSON"),
     ],
 )
 def test_a_truth_that_tests_nothing_is_refused(truth: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         code_tests(ADD, truth)
+
+
+def test_numbers_that_are_printed_may_differ_by_a_tolerance() -> None:
+    truth = {"inputs": [""], "outputs": ["yes 0.50\n0.33333333 1000000"]}
+    right, wrong = 'print("yes", .5)\nprint(1 / 3, 1000000)', 'print("yes", .5)\nprint(1 / 3, 1000001)'
+    assert [code_tests(right, truth, tolerance=each) for each in (1e-6, 0.0)] == [1.0, 0.0]
+    assert [
+        code_tests(each, truth, tolerance=1e-6) for each in (wrong, 'print("yes", .51)\nprint(1 / 3, 1000000)')
+    ] == [0, 0]
 
 
 @pytest.mark.parametrize("end", ["exit()", "import sys; sys.exit(0)", "import sys; sys.stdout.close()"])

@@ -1,7 +1,9 @@
 """Programs that pass tests: the answer's Python is run in a sandbox, once for each test."""
 
 import ast
+import functools
 import json
+import math
 import re
 import sys
 import textwrap
@@ -34,6 +36,9 @@ import bisect, collections, functools, heapq, itertools, math, operator, random,
 """What an answer to a task with ``fn_name`` finds where such tasks come from, and need not import."""
 
 
+_DECIMAL = re.compile(r"[+-]?(?:\d{1,300}\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?")
+
+
 class Case(NamedTuple):
     """One run of the program."""
 
@@ -53,6 +58,7 @@ def code_tests(
     memory_mb: int = 1024,
     network: bool = False,
     partial: bool = False,
+    tolerance: float = 0.0,
 ) -> float:
     """1.0 where the program passes all tests, else 0.0; with ``partial`` the share that it passes.
 
@@ -65,7 +71,13 @@ def code_tests(
       print, white space at line ends aside (APPS, TACO);
     - the same with ``fn_name``: that function, or method of the class ``Solution``, is called with each input, a list
       of its arguments, and must return the output (APPS, TACO). It need not import what such tasks take for granted:
-      ``List`` and all of typing, collections, itertools, functools, heapq, bisect and math.
+      ``List`` and all of typing, collections, itertools, functools, heapq, bisect and math;
+    - a list of maps of ``input`` and ``output``, each read by its ``testtype`` or ``type``: ``stdin`` or
+      ``stdin_stdout``, which nothing means too, ``functional`` with ``func_name`` in its ``metadata`` (an argument in
+      each line, as JSON), or ``function_call`` with ``fn_name`` (LiveCodeBench, DeepCoder).
+
+    With a ``tolerance`` numbers that are printed may differ from those that are wanted by so much, or by that share of
+    them: 0.50 is 0.5. Whole numbers may not.
 
     Raises `ValueError` where it is none of these, or where a test would pass whatever the program is. Each test has
     ``seconds`` of CPU and of time, ``memory_mb`` MiB a process, and no network.
@@ -77,7 +89,7 @@ def code_tests(
     for case in cases:
         most = OUTPUT_BYTES + 4 * len(case.wanted or "")  # a character has up to 4 bytes
         outcome = run(program, case.tests, case.stdin, built_in=case.built_in, output_bytes=most, **limits)
-        good = outcome.completed and (case.wanted is None or _lines(outcome.output) == _lines(case.wanted))
+        good = outcome.completed and (case.wanted is None or _same(outcome.output, case.wanted, tolerance))
         if not good and not partial:
             return 0.0
         passed += good
@@ -111,8 +123,8 @@ def _program(response: str) -> str:
 
 def _cases(truth: Any) -> list[Case]:
     given = truth
+    sys.set_int_max_str_digits(0)  # TACO has larger ones
     if isinstance(truth, str) and truth.lstrip()[:1] in ("{", "["):
-        sys.set_int_max_str_digits(0)  # TACO has larger ones
         try:
             given = json.loads(truth)
         except ValueError:
@@ -129,10 +141,40 @@ def _cases(truth: Any) -> list[Case]:
             if name := given.get("fn_name"):
                 return [Case(_called(name, *pair), built_in=_USUAL) for pair in pairs]
             return [Case("", _text(stdin), _text(wanted)) for stdin, wanted in pairs]
+        case [{"input": _, "output": _}, *others] if all(_is_one(test) for test in others):
+            return [_of_map(test) for test in given]
     raise ValueError(
         "the truth is neither assertions (text, or a list of texts), nor a map of test and entry_point, nor one of as "
-        f"many inputs as outputs: {str(truth)[:80]!r}"
+        f"many inputs as outputs, nor a list of maps of input and output: {str(truth)[:80]!r}"
     )
+
+
+def _is_one(test: Any) -> bool:
+    return isinstance(test, dict) and {"input", "output"} <= test.keys()
+
+
+def _of_map(test: dict[str, Any]) -> Case:
+    """One that says itself what kind of test it is."""
+    given, wanted = test["input"], test["output"]
+    match test.get("testtype") or test.get("type") or "stdin":
+        case "stdin" | "stdin_stdout":
+            return Case("", _text(given), _text(wanted))
+        case "function_call":
+            return Case(_called(test.get("fn_name"), given, wanted), built_in=_USUAL)
+        case "functional":
+            try:
+                arguments = [json.loads(line) for line in _text(given).splitlines() if line.strip()]
+                result = json.loads(wanted) if isinstance(wanted, str) else wanted
+            except ValueError:
+                raise ValueError(
+                    f"an argument or a result of a functional test is no JSON: {str(test)[:80]!r}"
+                ) from None
+            name = (test.get("metadata") or {}).get("func_name") or test.get("fn_name")
+            return Case(_called(name, arguments, result), built_in=_USUAL)
+        case kind:
+            raise ValueError(
+                f"a test of the type {kind!r}; there are stdin, stdin_stdout, functional and function_call"
+            )
 
 
 def _asserting(test: str, name: str = "") -> str:
@@ -166,8 +208,8 @@ def _calls_check(node: ast.AST) -> bool:
 def _called(name: Any, arguments: Any, wanted: Any) -> str:
     if not isinstance(name, str) or not name.isidentifier() or not isinstance(arguments, list):
         raise ValueError(
-            f"with fn_name each input is a list of the function's arguments: {str(name)[:40]!r} with "
-            f"{str(arguments)[:80]!r}"
+            "with fn_name (or func_name, in metadata) each input is a list of the function's arguments: "
+            f"{str(name)[:40]!r} with {str(arguments)[:80]!r}"
         )
     return _CALLED.format(name=name, given=json.dumps(arguments), wanted=json.dumps(wanted))
 
@@ -183,5 +225,22 @@ def _text(case: Any) -> str:
     raise ValueError(f"an input or output is neither text nor a list of lines: {str(case)[:80]!r}")
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
+def _same(printed: str, wanted: str, tolerance: float) -> bool:
+    """Line by line; with a ``tolerance`` word by word in each."""
+    found, right = ([line.rstrip() for line in text.strip().splitlines()] for text in (printed, wanted))
+    if found == right or not tolerance or len(found) != len(right):
+        return found == right
+    words = ((line.split(), other.split()) for line, other in zip(found, right, strict=True))
+    return all(len(a) == len(b) and all(map(functools.partial(_close, tolerance), a, b)) for a, b in words)
+
+
+def _whole(word: str) -> bool:
+    return word.lstrip("+-").isdigit()
+
+
+def _close(tolerance: float, word: str, wanted: str) -> bool:
+    if word == wanted:
+        return True
+    if not (_DECIMAL.fullmatch(word) and _DECIMAL.fullmatch(wanted)) or (_whole(word) and _whole(wanted)):
+        return False
+    return math.isclose(float(word), float(wanted), rel_tol=tolerance, abs_tol=tolerance)
