@@ -37,6 +37,10 @@ TrackerName = Annotated[str, AfterValidator(_a_tracker)]
 """A library's, or ``module:Class`` of the user's own."""
 
 
+BOXED = "boxed"
+"""As `EvalSampling.answer`: no pattern can read braces in braces and be quick."""
+
+
 class EvalSampling(Section):
     """How the prompts of an evaluation set are answered; greedily, once, where nothing is said."""
 
@@ -58,13 +62,13 @@ class EvalSampling(Section):
     passes: float = 1.0
     """An answer for which `column` has at least this has passed, e.g. ``0.5``."""
     answer: str | None = None
-    """What votes in maj@n: a regular expression, of which the last match's first group counts, e.g.
-    ``"boxed{(.*?)}"``; null: the whole answer, or an environment's last turn."""
+    """What votes in maj@n: ``boxed``, what the last ``\\boxed{}`` has; or a regular expression, of which the last
+    match's group counts, e.g. ``'answer is (\\d+)'``; null: the whole answer, or an environment's last turn."""
 
     @field_validator("answer")
     @classmethod
     def _a_pattern(cls, value: str | None) -> str | None:
-        if value is not None:
+        if value is not None and value != BOXED:
             try:
                 groups = regex.compile(value).groups
             except regex.error as error:

@@ -11,10 +11,11 @@ from penstock.protocols.experience import ExperienceError, Group, Purpose, Traje
 from penstock.protocols.packed_groups import unpack_group
 from penstock.protocols.wire import WireError
 from penstock.services.broker.by_trajectory import by_trajectory
-from penstock.services.broker.config import EvalSampling
+from penstock.services.broker.config import BOXED, EvalSampling
 from penstock.services.broker.rules.evaluation import majority, pass_at
 from penstock.services.broker.samples import rows
 from penstock.services.broker.state import BrokerState
+from penstock.services.runtime.boxes import last_boxed
 
 VOTES_BY = 10_000
 """Characters at the end of an answer in which its vote is looked for: many of them are counted in one turn."""
@@ -93,6 +94,8 @@ def _vote(trajectory: Trajectory, pattern: str | None) -> str | None:
     said = trajectory.turns[-1] if trajectory.turns else trajectory.text
     if pattern is None:
         return said.strip()
+    if pattern == BOXED:
+        return last_boxed(said[-VOTES_BY:])
     try:
         matches = regex.findall(pattern, said[-VOTES_BY:], timeout=VOTE_S)
     except TimeoutError:  # a pattern that goes back and forth over an answer must not hold up the run

@@ -199,13 +199,16 @@ def test_a_prompt_to_which_nothing_was_said_is_answered() -> None:
     assert evaluation.finish(number, -1, -1, 1, 4) and not evaluation.leases.open
 
 
-def test_a_pattern_that_goes_back_and_forth_does_not_hold_up_the_broker() -> None:
+def test_votes_are_of_boxes_or_of_a_pattern_that_does_not_hold_up_the_broker() -> None:
     some = np.zeros(2, np.int32)
     one = Trajectory(some, np.array([0, 1], np.uint8), some.astype(np.float32), np.array([-1, 0], np.int32), "")
     endless = r"boxed\{((?:[^{}]+|\{[^{}]*\})*)\}"
     began = time.monotonic()
     assert _vote(replace(one, text="boxed{" + "1" * 60), endless) is None and time.monotonic() - began < 5
     assert _vote(replace(one, text="so boxed{1{2}3}"), endless) == "1{2}3"
+    boxed = EvalSampling(answer="boxed").answer
+    for said, vote in ((r"\boxed{0}, no: \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), (r"\boxed{\frac{1}{3}", None)):
+        assert _vote(replace(one, text=said), boxed) == vote
 
 
 def test_the_lower_loss_is_the_better_one() -> None:

@@ -1,7 +1,6 @@
 """Mathematics by meaning: the ``math-verify`` library parses LaTeX and numbers, and compares what they are worth."""
 
 import re
-from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache, partial
 from itertools import product
@@ -9,6 +8,7 @@ from typing import Any
 
 from penstock.services.data import need
 from penstock.services.reward.truth import as_text
+from penstock.services.runtime.boxes import boxes
 
 _MARKED = re.compile(r"\$|\\boxed|\\[(\[]")
 """The truth says itself where its formula is."""
@@ -20,7 +20,6 @@ _POWER_OF_TEN = re.compile(
 )
 _WORD = re.compile(r"(?<!\S)(?!(?:and|or)\b)(?:[A-Za-z]{3,}(?![^\s.,:;!?])|(?<=\d )[A-Za-z]{2,})")
 """A sentence's, or a unit, which in a formula would be a product of its letters."""
-_BOX, _BRACE = re.compile(r"\\boxed\s*\{"), re.compile(r"\\.|[{}]", re.DOTALL)
 _PASSED_OVER = re.compile(r"\\(?:text|quad|[ ,;!()\[\]])|[A-Za-z](?:_\{?\w+\}?)?\s*=|[\s${}]")
 """Between two boxes: spaces, the ends of formulas, and what the second one is called."""
 _JOINED = (",", ";", "and", "or", ",and", ",or")
@@ -91,24 +90,8 @@ def _same(library: Any, wanted: Any, found: Any, digits: int) -> bool:
 def _from_last_box(text: str) -> str:
     """Without the boxes before the last, for the library makes a set of all; those that are joined to it stay."""
     start, before = 0, None
-    for box in _boxes(text):
+    for box in boxes(text):
         if before and _PASSED_OVER.sub("", text[before.stop : box.start]) not in _JOINED:
             start = before.stop
         before = box
     return text[start:]
-
-
-def _boxes(text: str) -> Iterator[slice]:
-    """Those that are closed and have something in them, not those inside another."""
-    end = 0
-    while opened := _BOX.search(text, end):
-        depth = 1
-        for brace in _BRACE.finditer(text, opened.end()):
-            depth += {"{": 1, "}": -1}.get(brace[0], 0)
-            if not depth:
-                break
-        else:
-            return
-        end = brace.end()
-        if text[opened.end() : brace.start()].strip():
-            yield slice(opened.start(), end)
