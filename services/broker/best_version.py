@@ -19,7 +19,7 @@ log = structlog.get_logger()
 
 MEASURE = ("function", "name", "weight", "sources", "options", "columns", "whole_group", "last_turn")
 """Of a reward function, what the number follows from."""
-NEWER = ("truth_key",)
+NEWER = ("truth_key", "own_words")
 """Keys that count only where they are set: a run of before there were any is to find its measure again."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
@@ -19,6 +20,8 @@ REGISTRY = {name: f"penstock.services.reward.functions.{name}:{name}" for name i
 """Reward functions by name."""
 COMPARING = {"choice", "code_tests", "exact_match", "f1", "math_verify", "number", "reasoning_gym"}
 """Those that compare an answer with the truth."""
+OF_FORM = {"judge", "regex", "repetition"}
+"""Those that judge all that the policy has said."""
 ENVIRONMENT = "environment"
 """The reward that `rollout.environment` gave: nothing is called for it."""
 TIMEOUT_S, TESTS_TIMEOUT_S = 10.0, 120.0
@@ -73,7 +76,10 @@ class FunctionConfig(Section):
     last_turn: bool | None = None
     """Of a task of several turns ``response`` is the last alone, e.g. ``true``, and not all of them with what the
     environment said between them. null: so for the built-in functions that compare an answer with the truth, and for
-    others all."""
+    others all (but see `own_words`)."""
+    own_words: bool | None = None
+    """Of a task of several turns ``response`` is what the policy said, a blank line between its turns, e.g. ``true``,
+    and nothing that the environment or a tool said. null: so for judge, regex and repetition, and for others not."""
     trial: bool = True
     """Call it before the run starts, on the first row, with its truth and with a made-up sentence as answers: one that
     fails on both ends the start. false: not, e.g. for one that raises where an answer is not JSON."""
@@ -85,6 +91,12 @@ class FunctionConfig(Section):
             names = ", ".join(sorted([*REGISTRY, ENVIRONMENT]))
             raise ValueError(f"{value!r} is neither module:function nor one of {names}")
         return value
+
+    @model_validator(mode="after")
+    def _reads_one_of_them(self) -> FunctionConfig:
+        if self.last_turn and self.own_words:
+            raise ValueError("last_turn and own_words: the response is one of them; take one out")
+        return self
 
     @model_validator(mode="after")
     def _returns_several(self) -> FunctionConfig:
@@ -104,10 +116,12 @@ class FunctionConfig(Section):
         """Its part of a prompt's ``truth`` (`truth_key`); None where that has no such part."""
         return part_of(truth, self.truth_key) if self.truth_key else truth
 
-    @property
-    def reads_last_turn(self) -> bool:
-        """See `last_turn`."""
-        return self.function in COMPARING if self.last_turn is None else self.last_turn
+    def response_of(self, text: str, turns: Sequence[str]) -> str:
+        """What it is given of an answer with this ``text``, in which the policy said ``turns``."""
+        if self.function in COMPARING if self.last_turn is None else self.last_turn:
+            return turns[-1]
+        own = self.function in OF_FORM if self.own_words is None else self.own_words
+        return "\n\n".join(turns) if own else text
 
     @property
     def column(self) -> str:

@@ -184,11 +184,10 @@ def _offered(task: ScoringTask, sample: int) -> dict[str, Any]:
 
 def _as_asked(config: FunctionConfig, task: ScoringTask, sample: int, offered: dict[str, Any]) -> dict[str, Any]:
     """What is offered to all, as the function's config wants it: with the columns that it names, the trajectory's own
-    part of each, its part of the truth, and maybe the last turn alone as the response."""
-    offered = offered | {"truth": config.truth_of(offered["truth"])}
-    if config.reads_last_turn:
-        offered = offered | {"response": offered["turns"][-1]}
-    return offered | {name.replace("/", "_"): _part(task, name, sample) for name in config.columns}
+    part of each, its part of the truth, and what it reads of the answer."""
+    read = {"truth": config.truth_of(offered["truth"])}
+    read |= {"response": config.response_of(offered["response"], offered["turns"])}
+    return offered | read | {name.replace("/", "_"): _part(task, name, sample) for name in config.columns}
 
 
 def _part(task: ScoringTask, column: str, sample: int) -> Any:

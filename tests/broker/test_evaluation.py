@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -209,6 +210,16 @@ def test_votes_are_of_boxes_or_of_a_pattern_that_does_not_hold_up_the_broker() -
     boxed = EvalSampling(answer="boxed").answer
     for said, vote in ((r"\boxed{0}, no: \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), (r"\boxed{\frac{1}{3}", None)):
         assert _vote(replace(one, text=said), boxed) == vote
+
+
+def test_another_part_of_the_truth_is_another_measure_and_a_key_that_is_not_set_is_none() -> None:
+    def measured(**function: object) -> str:
+        said: Any = SimpleNamespace(settings=SimpleNamespace(described={"reward": {"functions": [function]}}))
+        return best_version.measure(said)
+
+    plain = measured(function="regex")
+    assert plain == measured(function="regex", truth_key=None, own_words=None)
+    assert len({plain, measured(function="regex", truth_key="a"), measured(function="regex", own_words=False)}) == 3
 
 
 def test_the_lower_loss_is_the_better_one() -> None:

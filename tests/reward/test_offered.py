@@ -32,8 +32,14 @@ def level(truth: dict[str, Any]) -> float:
         ({"function": "exact_match"}, 1.0),
         ({"function": "number"}, 1.0),
         ({"function": "exact_match", "last_turn": False}, 0.0),
-        ({"function": f"{HERE}:length"}, len("let me look 7 42")),
+        ({"function": f"{HERE}:length"}, len("let me look 7 7 42")),
         ({"function": f"{HERE}:length", "last_turn": True}, 2.0),
+        ({"function": f"{HERE}:length", "own_words": True}, len("let me look\n\n42")),
+        ({"function": "regex", "options": {"pattern": "7"}}, 0.0),
+        ({"function": "regex", "options": {"pattern": "look.42"}, "own_words": False}, 0.0),
+        ({"function": "regex", "options": {"pattern": "look..42"}}, 1.0),
+        ({"function": "regex", "options": {"pattern": "look"}, "last_turn": True}, 0.0),
+        ({"function": "repetition", "options": {"words": 1}}, 0.0),
         ({"function": "exact_match", "truth_key": "reward_model.ground_truth"}, 1.0),
         ({"function": f"{HERE}:level"}, 3.0),
         ({"function": f"{HERE}:level", "truth_key": "extra_info"}, 3.0),
@@ -43,7 +49,7 @@ def test_each_reads_its_turns_and_its_part_of_the_truth(function: dict[str, Any]
     mask, zeros = np.array([0, 1, 0, 1], np.uint8), np.zeros(4, np.float32)
     versions = np.where(mask == 1, 0, UNSAMPLED).astype(np.int32)
     answer = Trajectory(
-        np.arange(4, dtype=np.int32), mask, zeros, versions, text="let me look 7 42", finish="stop", turns=SAID
+        np.arange(4, dtype=np.int32), mask, zeros, versions, text="let me look 7 7 42", finish="stop", turns=SAID
     )
     config = RewardConfig.model_validate({"functions": [function]})
     reward, told = Reward(config, workers=1, group_size=1), queue.Queue[Any]()

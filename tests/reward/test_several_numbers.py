@@ -90,8 +90,9 @@ def test_their_weights_make_the_reward() -> None:
         ([{"function": "environment", "also": {"x": 1}}], "what an environment gave is one number"),
         ([{"function": "m:a", "also": {"b": 1}}, {"function": "m:c", "name": "a.b"}], "two functions write"),
         ([{"function": "m:a", "also": {"b c": 1}}], "should match pattern"),
+        ([{"function": "regex", "last_turn": True, "own_words": True}], "the response is one of them; take one out"),
     ],
 )
-def test_names_that_cannot_be(functions: list[dict[str, Any]], why: str) -> None:
+def test_names_and_turns_that_cannot_be(functions: list[dict[str, Any]], why: str) -> None:
     with pytest.raises(ValidationError, match=why):
         RewardConfig.model_validate({"functions": functions})
