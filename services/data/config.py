@@ -38,8 +38,8 @@ class HubData(Section):
     name: str | None = None
     """The hub dataset's configuration, e.g. ``main``; null: its only one."""
     files: list[str] = []
-    """Local files, e.g. ``[rows.jsonl]``, read by the format that `path` names; looked for where you start from, then
-    beside the config."""
+    """Local files, e.g. ``[rows.jsonl]``, or patterns of their names such as ``data/*.parquet``, read by the format
+    that `path` names; looked for where you start from, then beside the config."""
     split: str = "train"
     """Part of the dataset, e.g. ``test``; of local files ``train``, or rows of it like ``train[:90%]``."""
     prompt_key: str = "prompt"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from glob import has_magic
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from penstock.services.data.csv_rows import CsvRows
 from penstock.services.data.json_rows import JsonRows, kind_of, words_of
 from penstock.services.data.pictures import marked, marked_chat, picture_columns, read_pictures, undecoded
 from penstock.services.data.source import PromptSource
-from penstock.services.runtime.user_folders import find_file, folders
+from penstock.services.runtime.user_folders import find_files, folders
 
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 """Of local files, by the ending of their names."""
@@ -30,6 +31,8 @@ class HubSource(PromptSource):
         need("datasets", "data", key)
         self._config, self._key = config, key
         _check_files(config, key)
+        files = [file for name in config.files for file in find_files(name)]
+        self._beside = list({file.parent: file for file in reversed(files)}.values())
         rows = _load(config, key)
         if not len(rows):
             raise DataError(f"{key}: {_what(config)} has no rows")
@@ -79,8 +82,7 @@ class HubSource(PromptSource):
         elif key and not isinstance(answer, str | list):
             words = f"{key!r} (answer_key) is {kind_of(answer)}, not text or a list of messages; write it as text"
             raise DataError(f"row {index}: {words}: {str(answer)[:80]}")
-        beside = [Path(name) for name in self._config.files]
-        pictures = read_pictures(images, beside, f"row {index}: {self._config.images_key}")
+        pictures = read_pictures(images, self._beside, f"row {index}: {self._config.images_key}")
         tools = self._chat(row[self._config.tools_key]) if self._config.tools_key else None
         prompt = make_prompt(index, content, truth, self._config.chat, self._config.system, answer, pictures, tools)
         if self._config.source_key:
@@ -203,21 +205,25 @@ def _check_files(config: HubData, key: str) -> None:
             f"{config.path!r}; say path: {kind}"
         )
     for number, name in enumerate(config.files):
-        file = find_file(name)
-        if file is None:
+        found = find_files(name)
+        if not found:
             looked = "" if Path(name).is_absolute() else f"; looked in {', '.join(map(str, folders()))}"
-            raise DataError(f"{key}.files.{number}: no such file: {name}{looked}")
-        if not file.stat().st_size:
-            raise DataError(f"{key}.files.{number}: {name} is empty")
+            missing = "no file matches" if has_magic(name) else "no such file:"
+            raise DataError(f"{key}.files.{number}: {missing} {name}{looked}")
+        if empty := [file for file in found if not file.stat().st_size]:
+            raise DataError(f"{key}.files.{number}: {empty[0] if has_magic(name) else name} is empty")
 
 
 def _load(config: HubData, key: str) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
-    files = [find_file(name) or Path(name) for name in config.files]
+    numbers, files = list[int](), list[Path]()
+    for number, name in enumerate(config.files):
+        files += find_files(name)
+        numbers += [number] * (len(files) - len(numbers))
     if config.path == "json":
-        return JsonRows(files, f"{key}.files")
+        return JsonRows(files, f"{key}.files", numbers)
     if config.path == "csv":
         return CsvRows(files, f"{key}.files", [config.prompt_key, config.truth_key] if config.truth_key else None)
     try:

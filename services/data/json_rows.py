@@ -21,14 +21,15 @@ class JsonRows:
     with ``key`` and the line, for a file that cannot be read, a row that is no object, and a column that has had
     another type."""
 
-    def __init__(self, files: Sequence[Path], key: str) -> None:
+    def __init__(self, files: Sequence[Path], key: str, numbers: Sequence[int] | None = None) -> None:
+        """``numbers``: which of those at ``key`` each file is of, as patterns name several; None: each of its own."""
         import datasets
 
         self._kinds: dict[str, tuple[str, str]] = {}
         """Of columns: the type, and where it is first."""
         self._names: dict[str, None] = {}
         self._lines = datasets.concatenate_datasets(
-            [self._rows(file, f"{key}.{number}") for number, file in enumerate(files)]
+            [self._rows(file, f"{key}.{n}") for n, file in zip(numbers or range(len(files)), files, strict=True)]
         )
 
     @property

@@ -122,8 +122,7 @@ def _file_of(found: Any, beside: Sequence[Path], where: str) -> bytes:
         raise DataError(f"{where} is a text of {len(found)} characters, no path; keep its file, and give the path")
     if "://" in found or found.startswith("data:"):
         raise DataError(f"{where} is {found[:80]}; no picture is fetched: keep its file, and give the path")
-    folders = [(find_file(str(path)) or path).parent for path in beside]
-    places = [find_file(found), *(folder / found for folder in folders)]
+    places = [find_file(found), *(path.parent / found for path in beside)]
     path = next((place for place in places if place is not None and place.is_file()), None)
     if path is None and any(place is not None and place.is_dir() for place in places):
         raise DataError(f"{where}: {found} is a folder; name a file in it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from collections.abc import Sequence
@@ -67,3 +68,17 @@ def folder_of(command: Sequence[str]) -> Path:
 def find_file(name: str) -> Path | None:
     """The file called ``name``, absolute or below one of the folders."""
     return next((path for folder in folders() if (path := folder / name).is_file()), None)
+
+
+def find_files(name: str) -> list[Path]:
+    """The file called ``name``, as `find_file`, or else those of the first of the folders that it is a pattern of, such
+    as ``data/*.parquet`` or ``data/**/*.json``, by name; none where nothing matches."""
+    if file := find_file(name):
+        return [file]
+    if glob.has_magic(name):
+        for folder in folders():
+            pattern = str(Path(glob.escape(str(folder))) / name)
+            matching = glob.glob(pattern, recursive=True)  # noqa: PTH207 - passes over hidden files
+            if files := sorted(path for path in map(Path, matching) if path.is_file()):
+                return files
+    return []

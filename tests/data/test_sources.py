@@ -18,6 +18,7 @@ from penstock.services.data.config import HubData, ReasoningGymData, says_source
 from penstock.services.data.hub import make_prompt
 from penstock.services.data.json_rows import JsonRows
 from penstock.services.data.source import PromptSource
+from penstock.services.runtime.user_folders import VARIABLE
 
 
 def pictures(folder: Path, **config: Any) -> Any:
@@ -134,6 +135,22 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes('{"prompt": "für"}\n'.encode("latin-1"))
     with pytest.raises(DataError, match=r"files.0: cannot read .*rows.jsonl: UnicodeDecodeError.*must be UTF-8"):
         open_source(HubData(path="json", files=[str(tmp_path / "rows.jsonl")]))
+
+
+def test_a_pattern_names_all_files_that_match_it_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config").mkdir()
+    monkeypatch.chdir(tmp_path / "config")
+    monkeypatch.setenv(VARIABLE, json.dumps([str(tmp_path)]))
+    for name in ("b", "a/b", "a/a"):
+        file = tmp_path / "data" / f"{name}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(lines({"prompt": name}))
+    (tmp_path / "first.jsonl").write_text(lines({"prompt": "first"}))
+    config = HubData(path="json", files=["first.jsonl", "data/**/*.jsonl"], chat=False)
+    assert [row.text for row in open_source(config)] == ["first", "a/a", "a/b", "b"]
+    file.write_text("[")
+    with pytest.raises(DataError, match="files.1: .*a/a.jsonl, line 1"):
+        open_source(config)
 
 
 def test_types_are_compared_over_files(tmp_path: Path) -> None:

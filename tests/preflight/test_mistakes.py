@@ -256,6 +256,8 @@ MISTAKES = [
       overrides=["store.url=redis://127.0.0.1:1"]),
     m("a file that is not there", "prompts.train.files.0: no such file: nowhere.jsonl; looked in",
       overrides=["prompts.train.files=[nowhere.jsonl]"]),
+    m("a pattern of no file", "prompts.train.files.0: no file matches data/*.jsonl; looked in",
+      overrides=["prompts.train.files=[data/*.jsonl]"]),
     m("an empty file", "prompts.train.files.0: rows.jsonl is empty", files={"rows.jsonl": ""}),
     m("broken JSONL", "prompts.train.files.0", "rows.jsonl, line 2: not JSON",
       files={"rows.jsonl": '{"question": "1+1=", "answer": "2"}\n{"question": "2+3=, "answer": "5"}\n'}),
