@@ -16,7 +16,8 @@ from penstock.pipeline.preflight.rewards import ANSWER, TRIAL_S
 from penstock.protocols.experience import Prompt
 from penstock.services.environments.begun import begun_with
 from penstock.services.environments.config import EnvironmentConfig, key_of
-from penstock.services.environments.pool import Answered, EnvironmentPool
+from penstock.services.environments.past import Answered
+from penstock.services.environments.pool import EnvironmentPool
 from penstock.services.environments.tool_calls import BEGIN
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install

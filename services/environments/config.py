@@ -39,8 +39,9 @@ class EnvironmentConfig(Section):
     """It shows pictures of its own (``penstock.Turn(pictures=…)``), e.g. ``true``: engines must know before the first
     comes."""
     workers: int | None = Field(None, ge=1)
-    """Processes that a plain class runs in, for each rollout. null: one, and for a class whose step is async always
-    one; e.g. ``4`` where step computes."""
+    """Processes that a plain class runs in, for each rollout, e.g. ``8`` where step computes. null: the machine's
+    cores, less the threads of the other actors, at most 4; for ``penstock play`` one. A class whose step is async has
+    one process, whatever this is."""
 
     @field_validator("environment")
     @classmethod

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
 from penstock.protocols.experience import Finish, Prompt
 from penstock.services.environments.config import KEY, EnvironmentConfig
+from penstock.services.environments.past import Answered, Past, Replays
 from penstock.services.environments.sessions import LOST
 from penstock.services.user_processes.work_queue import WorkerQueue
 from penstock.services.user_processes.worker import Call
-
-Answered = Callable[[dict[str, Any] | None, str], None]
-"""Told what a call gave, or None and what went wrong; that is `LOST` where its worker died for another's fault, or
-before: the session is to begin again. Called from another thread."""
 
 CLOSE_S = 2.0
 """What the objects that are open have at the end to close."""
 SHOWS = "shows pictures, and {key}.pictures is false: set it to true, so that engines know before the first comes"
 AT_ONCE = 1024
 """Calls that an async environment is given at once."""
-MOST_LOST = 20
-"""A session whose worker died under it so often, always by another's doing, is given up."""
 
 
 class EnvironmentPool:
-    """Sessions by number. Raises `ProgramError`, or `ConnectionError` where a server of tools does not start."""
+    """Sessions by number. Raises `ProgramError`, or `ConnectionError` where a server of tools does not start.
+
+    What a call gave is told in another thread. It is `LOST` where the session's worker died by another's doing, and a
+    new object, told the same, has not said the same: the session is to begin again."""
 
     def __init__(self, config: EnvironmentConfig, key: str = KEY) -> None:
         """``key``: where it stands in the config."""
@@ -34,7 +31,8 @@ class EnvironmentPool:
         first = WorkerQueue(program, AT_ONCE)
         count = 1 if first.worker.asynchronous else config.workers or 1
         self._queues = [first, *(WorkerQueue(program, AT_ONCE) for _ in range(count - 1))]
-        self._open: set[int] = set()
+        self._replays = [Replays(first.worker.asynchronous, self._call_first) for _ in self._queues]
+        self._open: dict[int, Past] = {}
         self._pictures, self._key = config.pictures, key
         self._closing: set[Future[Any]] = set()
         """Calls of close that have no answer yet."""
@@ -53,17 +51,18 @@ class EnvironmentPool:
 
     def reset(self, session: int, prompt: Prompt, answered: Answered) -> None:
         """Begins a session."""
-        self._open.add(session)
-        self._call("reset", session, prompt.model_dump(), answered)
+        self._open[session] = Past()
+        self._ask("reset", session, prompt.model_dump(), answered)
 
     def step(self, session: int, answer: str, answered: Answered, finish: Finish = "stop") -> None:
         """Tells it what the policy said, and how that ended."""
-        self._call("step", session, {"answer": answer, "finish_reason": finish}, answered)
+        self._ask("step", session, {"answer": answer, "finish_reason": finish}, answered)
 
     def end(self, session: int) -> None:
         """Forgets it."""
-        self._open.discard(session)
-        closed = self._call("close", session, None, lambda found, error: None)
+        if past := self._open.pop(session, None):
+            past.over = True
+        closed = self._call(session, "close", None, lambda found, error: None)
         self._closing.add(closed)
         closed.add_done_callback(self._closing.discard)
 
@@ -75,7 +74,29 @@ class EnvironmentPool:
         for each in self._queues:
             each.close()
 
-    def _call(self, op: str, session: int, given: Any, answered: Answered) -> Future[Any]:
+    def _ask(self, op: str, session: int, given: Any, answered: Answered) -> None:
+        past = self._open.setdefault(session, Past())
+        past.told.append((op, given))
+
+        def heard(found: dict[str, Any] | None, error: str) -> None:
+            if error == LOST:
+                self._replays[session % len(self._queues)].begin(session, past, settled)
+            else:
+                settled(found, error)
+
+        def settled(found: dict[str, Any] | None, error: str) -> None:
+            if error == LOST:
+                self._open.pop(session, None)
+            elif found is not None:
+                past.found.append(found)
+            answered(found, error)
+
+        self._call(session, op, given, heard)
+
+    def _call_first(self, session: int, op: str, given: Any, answered: Answered) -> Future[Any]:
+        return self._call(session, op, given, answered, first=True)
+
+    def _call(self, session: int, op: str, given: Any, answered: Answered, first: bool = False) -> Future[Any]:
         call = Call({"op": op, "session": session, "given": given})
 
         def done(_future: Any) -> None:
@@ -85,7 +106,6 @@ class EnvironmentPool:
                 return
             found = call.future.result()
             if LOST in found:
-                self._open.discard(session)
                 answered(None, LOST)
             elif found.get("pictures") and not self._pictures:
                 answered(None, SHOWS.format(key=self._key))
@@ -93,5 +113,5 @@ class EnvironmentPool:
                 answered(found, "")
 
         call.future.add_done_callback(done)
-        self._queues[session % len(self._queues)].submit(call)
+        self._queues[session % len(self._queues)].submit(call, first)
         return call.future

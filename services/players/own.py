@@ -13,7 +13,8 @@ import structlog
 from penstock.protocols.agent_client import AsyncAgentSession, Reply
 from penstock.services.environments.begun import begun_with
 from penstock.services.environments.config import EnvironmentConfig
-from penstock.services.environments.pool import MOST_LOST, EnvironmentPool
+from penstock.services.environments.past import MOST_LOST
+from penstock.services.environments.pool import EnvironmentPool
 from penstock.services.environments.sessions import LOST
 from penstock.services.players.base import Played, PlayError, as_messages, in_parts, said_to
 

@@ -24,7 +24,7 @@ from penstock.services.user_processes.worker import Call, ProgramError, Worker
 log = structlog.get_logger()
 
 MOST_WORKERS = 32
-"""Of each plain function, unless `reward.workers` says more."""
+"""Of each plain function, unless `reward.workers` says more: each has loaded it."""
 LATE = " late"
 
 
@@ -201,13 +201,5 @@ def _part(task: ScoringTask, column: str, sample: int) -> Any:
 
 def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:
     """The actor, for a run's whole config."""
-    workers = config.reward.workers or spare_cores(config)
+    workers = config.reward.workers or allowance.spare_cores(config, config.reward.count, MOST_WORKERS)
     return ScorerActor(kind, context, Reward(config.reward, workers, config.sampling.trajectories))
-
-
-def spare_cores(config: Any) -> int:
-    """The machine's cores less the threads of the run's other actors, shared by the reward processes; at least 1, and
-    no more than `MOST_WORKERS`, of which each has loaded the function."""
-    used = config.trainer.ranks * config.trainer.threads + config.rollout.count * config.rollout.threads
-    used += config.with_critic * config.critic.ranks * config.critic.threads
-    return min(MOST_WORKERS, max(1, (allowance.cores() - used) // config.reward.count))

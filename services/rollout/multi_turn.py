@@ -21,7 +21,8 @@ from penstock.protocols.messages import Lease
 from penstock.services.data.picture_files import MOST_OF_GROUP
 from penstock.services.environments.begun import begun_with
 from penstock.services.environments.config import KEY, EnvironmentConfig
-from penstock.services.environments.pool import MOST_LOST, EnvironmentPool
+from penstock.services.environments.past import MOST_LOST
+from penstock.services.environments.pool import EnvironmentPool
 from penstock.services.environments.sessions import LOST
 from penstock.services.rollout.engines.base import Completion, Engine, Refusal, Request, RequestError
 from penstock.services.rollout.group_maker import Made, handle_of

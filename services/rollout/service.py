@@ -47,7 +47,7 @@ from penstock.services.rollout.group_maker import GroupMaker, Made
 from penstock.services.rollout.multi_turn import MultiTurn
 from penstock.services.rollout.single_turn import SingleTurn
 from penstock.services.rollout.turn_server import TurnServer
-from penstock.services.runtime import device_turn, failpoint, health, registry
+from penstock.services.runtime import allowance, device_turn, failpoint, health, registry
 from penstock.services.runtime.actor import Actor, ActorContext
 from penstock.services.runtime.device_turn import LOOK_S, Guest, GuestsTurn
 from penstock.services.runtime.errors import SetupError
@@ -63,6 +63,8 @@ from penstock.services.weights.receiver.worker_desk import WorkerDesk
 log = structlog.get_logger()
 
 REFUSE_S, TELL_AGAIN_S = 5.0, 5.0
+MOST_WORKERS = 4
+"""Of a plain environment, unless `rollout.environment.workers` says more: each has loaded it."""
 IDLE_S = 0.5
 """An idle rollout looks around so often; one that shares its device more often."""
 READ_S = 0.2
@@ -324,7 +326,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Rollout:
         turn = device_turn.enter(context.folder, context.name, device, registry.actors(config)[kind].gpus(config))
     return Rollout(
         context,
-        config.rollout,
+        _with_workers(config),
         config.weights,
         context.model_path,
         config.model.dtype,
@@ -336,6 +338,17 @@ def make(context: ActorContext, config: Any, kind: str) -> Rollout:
         config.model.head_dtype,
         config.show_pictures,
     )
+
+
+def _with_workers(config: Any) -> RolloutConfig:
+    """With as many processes of the environments as there are cores to spare, where the config does not say."""
+    rollout: RolloutConfig = config.rollout
+    count = max(1, len(rollout.all_environments))
+    spare = {"workers": allowance.spare_cores(config, rollout.count * count, MOST_WORKERS)}
+    made = {
+        name: each if each.workers else each.model_copy(update=spare) for name, each in rollout.all_environments.items()
+    }
+    return rollout.model_copy(update={"environment": made.pop("", None), "environments": made})
 
 
 def _as_guest(turn: GuestsTurn, engine: Engine) -> Guest:

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -17,6 +18,14 @@ def cores() -> int:
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     shares = [_quota(folder) for folder in _groups("cpu")]
     return max(1, min([own, *(math.ceil(share) for share in shares if share)]))
+
+
+def spare_cores(config: Any, processes: int, most: int) -> int:
+    """The machine's cores less the threads of the actors of a run of this ``config``, shared by ``processes`` that run
+    a user's code; at least 1, and no more than ``most``."""
+    used = config.trainer.ranks * config.trainer.threads + config.rollout.count * config.rollout.threads
+    used += config.with_critic * config.critic.ranks * config.critic.threads
+    return min(most, max(1, (cores() - used) // processes))
 
 
 def memory() -> tuple[int, int]:

@@ -84,9 +84,12 @@ class WorkerQueue:
         """Calls that the worker has."""
         return len(self._under_way)
 
-    def submit(self, call: Call) -> None:
-        """Queues a call; its future has the result, or what went wrong."""
-        self._waiting.put(call)
+    def submit(self, call: Call, first: bool = False) -> None:
+        """Queues a call, or puts it ``first``; its future has the result, or what went wrong."""
+        if first:
+            self._again.appendleft(call)
+        else:
+            self._waiting.put(call)
         self.wake()
 
     def wake(self) -> None:

@@ -37,9 +37,13 @@ class Told:
 
 
 class Misbehaving:
-    """Does what it is told; ``late``: in its second turn."""
+    """Does what it is told."""
+
+    def __init__(self) -> None:
+        self._turns = 0
 
     def step(self, answer: str) -> object:
+        self._turns += 1
         if answer == "raise":
             raise RuntimeError("no idea")
         if answer == "hang":
@@ -47,7 +51,7 @@ class Misbehaving:
         if answer == "crash":
             os._exit(3)
         wrong = {"nan": penstock.Turn("x", float("nan")), "list": [1], "silent": penstock.Turn(), "text": "go on"}
-        return wrong.get(answer, penstock.Turn("well=", 1.0))
+        return (wrong | {"pid": str(os.getpid())}).get(answer, penstock.Turn(f"well= {self._turns}", 1.0))
 
 
 class Waiting:

@@ -12,6 +12,7 @@ import pytest
 
 from penstock.protocols.experience import Prompt
 from penstock.services.environments.config import EnvironmentConfig
+from penstock.services.environments.past import Past, Replays
 from penstock.services.environments.pool import EnvironmentPool
 from penstock.services.environments.sessions import LOST
 from penstock.services.environments.tools import Tools
@@ -64,14 +65,32 @@ def test_wrong_answers_of_an_environment_are_named() -> None:
 
 
 @pytest.mark.parametrize("deed", ["hang", "crash"])
-def test_who_was_in_the_same_process_begins_again(deed: str) -> None:
+def test_who_was_in_the_same_process_goes_on_or_begins_again_where_its_object_drifts(deed: str) -> None:
     with Player("Misbehaving", timeout_s=1.0) as player:
-        player.begin(1, 2)
-        found = player.ask([("step", 1, deed), ("step", 2, "x")])
-        assert found[0] == {"hang": "timed out after 1 s", "crash": "crashed with exit code 3"}[deed]
-        assert found[1] == LOST and player.pool.restarts == 1
-        player.begin(2)
-        assert player.ask([("step", 2, "x")])[0]["reward"] == 1.0
+        player.begin(1, 2, 3, 4)
+        told = [("step", n, said) for n, said in ((2, "text"), (3, "pid"), (4, "text"))]
+        before = player.ask(told)
+        found = player.ask([("step", 1, deed), *(("step", n, "x") for n in (2, 3)), ("step", 4, deed)])
+        assert found[0] == found[3] == {"hang": "timed out after 1 s", "crash": "crashed with exit code 3"}[deed]
+        assert found[1]["observation"] == "well= 2" and before[0]["observation"] == "go on"
+        assert found[2] == LOST and player.pool.restarts == 2
+        player.begin(3)
+        assert player.ask([("step", 3, "x")])[0]["observation"] == "well= 1"
+
+
+def test_nobody_is_told_again_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.services.environments.past.MOST_LOST", 3)
+    asked: list[tuple[Any, ...]] = []
+    heard: list[Any] = []
+
+    def call(*about: Any) -> Any:
+        asked.append(about[:2])
+        if about[1] != "close":
+            about[3](None, LOST)
+
+    past = Past(told=[("reset", None), ("step", None)], found=[{}])
+    Replays(False, call).begin(7, past, lambda found, error: heard.append(error))
+    assert heard == ["its worker died too often"] and asked == [(7, "reset")] * 4 + [(7, "close")]
 
 
 def test_an_async_environment_waits_for_all_at_once() -> None:

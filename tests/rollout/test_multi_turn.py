@@ -194,10 +194,16 @@ def test_a_greedy_baseline_is_one_more_and_says_so(table: Any) -> None:
     assert found[3].tokens.tolist() == again[3].tokens.tolist(), "it is drawn by nothing"
 
 
-def test_what_goes_wrong_costs_its_own_trajectory(table: Any) -> None:
+@pytest.mark.parametrize(
+    ("deed", "why"), [("raise", "step raised RuntimeError: no idea"), ("crash", "step crashed with exit code 3")]
+)
+def test_what_goes_wrong_costs_its_own_trajectory(
+    table: Any, deed: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     at = table(environment="tests.environments.games:Misbehaving", timeout_s=1.0, max_turns=3)
-    decode = at.text.decode
-    spoken = iter(["raise", *["x"] * 99])
+    decode, submit, drawn = at.text.decode, at.engine.submit, list[Request]()
+    spoken = iter(["x", "x", "x", "x", deed, *["x"] * 99])
+    monkeypatch.setattr(at.engine, "submit", lambda request: (drawn.append(request), submit(request)))
 
     def spoil(rows: list[list[int]]) -> list[str]:
         return [next(spoken)] if len(rows) == 1 and len(rows[0]) <= 4 else decode(rows)
@@ -205,8 +211,9 @@ def test_what_goes_wrong_costs_its_own_trajectory(table: Any) -> None:
     at.text.decode = spoil
     found = group(at.play(lease())[0]).trajectories
     failed = [t for t in found if t.failure]
-    assert len(failed) == 1 and "step raised RuntimeError: no idea" in failed[0].failure
+    assert len(failed) == 1 and why in failed[0].failure
     assert all(float(t.rewards.sum()) == 3.0 for t in found if not t.failure)
+    assert len(drawn) == sum(len(t.turns) for t in found), "no turn is drawn twice"
 
 
 def test_a_prompt_without_room_is_nobodys_turn(table: Any) -> None:
