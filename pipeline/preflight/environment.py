@@ -18,7 +18,7 @@ from penstock.services.environments.begun import begun_with
 from penstock.services.environments.config import EnvironmentConfig, key_of
 from penstock.services.environments.past import Answered
 from penstock.services.environments.pool import EnvironmentPool
-from penstock.services.environments.tool_calls import BEGIN
+from penstock.services.environments.tool_calls import BEGIN, as_called
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install
 
@@ -128,4 +128,22 @@ def _encode(
             f"{key}.options.tool_calls={form}: the chat template of {path} does not say {BEGIN[form]}, so the policy "
             "may call tools in another form; see docs/environments.md"
         )
+    if tools and prompt.messages is not None:
+        _tell_result(environment, key, tokenizer, report)
     check_length(config, [len(tokens)], report, positions_of(load_config(path)) or 1 << 30, key)
+
+
+def _tell_result(environment: EnvironmentConfig, key: str, tokenizer: Any, report: Report) -> None:
+    """The chat template is told what a tool has given. Adds to ``report`` where it refuses. Raises `SetupError` where
+    all that the policy calls would."""
+    asked, told = as_called("", "hermes", [{"role": "tool", "content": "7"}], 1)
+    try:
+        tokenizer.observe(told, True, next(iter(tokenizer.stop_ids), 0), asked)
+    except Exception as error:  # a template may raise anything
+        words = (
+            f"{key}: {environment.environment} has tools, and the chat template refuses what they give (a message of "
+            f"the role tool): {type(error).__name__}: {error}; give model.chat_template, or take another model"
+        )
+        if environment.tools:
+            raise SetupError(words) from error
+        report.notes.append(f"{words}; unless step tells of it in other messages")

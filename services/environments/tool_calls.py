@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from penstock.services.turns.tool_calls import aloud, between_tags
@@ -29,6 +29,39 @@ def calls_in(answer: str, form: Form, schemas: Mapping[str, Mapping[str, Any]]) 
         return _in_json(answer) or _in_json(aloud(answer))
     found = between_tags(aloud(answer))[1]
     return found if form == "hermes" else [_of_xml(text, schemas) for text in found]
+
+
+def as_called(
+    answer: str, form: Form, results: Sequence[Mapping[str, str]], turn: int
+) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """``answer``, the one of this ``turn``, as a message with a call for each of the tools' ``results``, and these with
+    its ids, of nine letters: some chat templates refuse a result of which they do not know whose it is.
+
+    >>> results = [{"role": "tool", "content": "3"}]
+    >>> asked, told = as_called('<tool_call>{"name": "add"}</tool_call>', "hermes", results, 1)
+    >>> asked["tool_calls"][0]["function"]["name"], told
+    ('add', [{'role': 'tool', 'content': '3', 'tool_call_id': '0001c0000'}])
+    """
+    found = calls_in(answer, form, {})
+    calls: list[dict[str, Any]] = []
+    told: list[dict[str, str]] = []
+    for message in map(dict, results):
+        if message["role"] == "tool":
+            place = len(calls)
+            id = message.setdefault("tool_call_id", f"{turn:04}c{place:04}")
+            name = message.get("name") or _name(found[place] if place < len(found) else "")
+            calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": {}}})
+        told.append(message)
+    return {"role": "assistant", "content": answer} | ({"tool_calls": calls} if calls else {}), told
+
+
+def _name(call: str) -> str:
+    """Of what is called; of what cannot be read, that it is a tool."""
+    try:
+        name = json.loads(call)["name"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return "tool"
+    return name if isinstance(name, str) else "tool"
 
 
 def _in_json(said: str) -> list[str]:

@@ -8,7 +8,7 @@ reset ──▶ generate ──▶ step ──▶ done, or no turn or room is le
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -24,6 +24,7 @@ from penstock.services.environments.config import KEY, EnvironmentConfig
 from penstock.services.environments.past import MOST_LOST
 from penstock.services.environments.pool import EnvironmentPool
 from penstock.services.environments.sessions import LOST
+from penstock.services.environments.tool_calls import as_called
 from penstock.services.rollout.engines.base import Completion, Engine, Refusal, Request, RequestError
 from penstock.services.rollout.group_maker import Made, handle_of
 from penstock.services.turns.joining import join, placed, routed_before
@@ -210,7 +211,7 @@ class MultiTurn:
                 raise ValueError(
                     f"it would show {shown:,} bytes of pictures, and a trajectory of this group at most {room:,}"
                 )
-            told = self._text.observe(found["observation"], session.chat, int(last.tokens[-1]), pictures=pictures)
+            told = self._observed(session, found["observation"], last, pictures)
             # A picture's own tokens in words alone would be taken for a part of one, once any is shown.
             bare = [told] if session.pictures and not pictures else []
             if pictures and not session.pictures:
@@ -221,6 +222,15 @@ class MultiTurn:
         except Exception as error:  # a template may raise anything
             return self._end(session, failure=f"an observation cannot be used: {error}")
         return self._generate(session)
+
+    def _observed(self, session: _Session, said: Any, last: Completion, pictures: Sequence[bytes]) -> np.ndarray:
+        """int32 ``[tokens]`` of what is ``said`` to the answer ``last``."""
+        answer = None
+        if session.chat and not isinstance(said, str) and any(message["role"] == "tool" for message in said):
+            form = self._config.tools.tool_calls if self._config.tools else "hermes"
+            words = self._text.decode([last.tokens.tolist()])[0]
+            answer, said = as_called(words, form, said, len(session.turns))
+        return self._text.observe(said, session.chat, int(last.tokens[-1]), answer, pictures)
 
     def _too_long(self, said: Any) -> str:
         """See `tokenizer.too_long`: this thread is the engine's too."""

@@ -138,6 +138,10 @@ def test_a_tiny_model_is_there_once_it_is_whole(tmp_path: Path, monkeypatch: pyt
 
 PLAIN = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
 TOLD = "{% if tools %}{{ tools | map(attribute='function') | map(attribute='name') | join(' ') }} {% endif %}" + PLAIN
+MISTRAL = TOLD + (
+    "{% for m in messages %}{% if m.role == 'tool' and (m.tool_call_id or '') | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should have length 9!') }}{% endif %}{% endfor %}"
+)
 ASKED = [{"role": "user", "content": "a"}]
 
 
@@ -179,6 +183,10 @@ def test_an_environments_first_words_have_room_and_tell_of_its_tools(policy: Pat
     assert not found and "unless the system message of each prompt tells of them" in report.notes[0]
     raises = "{{ raise_exception('no such role') }}"
     assert "what row 0 begins with: TemplateError: no such role" in begun(path, raises)[0]
+    refuses = TOLD.replace("{{ m.role }}", "{{ raise_exception('no tools') if m.role == 'tool' else m.role }}")
+    found = begun(path, refuses)[0]
+    assert "the chat template refuses what they give" in found and "no tools; give model.chat_template" in found
+    assert not begun(path, MISTRAL)[0], "a result has the id of its call"
 
 
 @pytest.mark.parametrize("template", [PLAIN, TOLD])

@@ -36,6 +36,13 @@ CHAT = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
+CALLED = (  # as Mistral's and gpt-oss's want to know of results whose they are
+    "{% set last = namespace(calls=[]) %}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% set last.calls = m.tool_calls or [] %}{% elif m.role == 'tool' and not last.calls | map(attribute='id') "
+    "| select('equalto', m.tool_call_id) | list %}{{ raise_exception('whose result?') }}{% endif %}{% endfor %}"
+)
+CALLS = "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -329,7 +336,9 @@ def test_tools_of_a_server_and_python_are_told_of_called_and_read(tmp_path: Path
     options = {"functions": ["python"], "mcp": [{"url": server.url}], "longest": 9}
     table = Table(tmp_path, model, None, environment="tools", options=options)
     table.text._tokenizer.chat_template = (
-        "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHAT.replace("<eos>", "")
+        "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+        + CALLED
+        + CHAT.replace("<eos>", CALLS + "<eos>")
     )
     python = '<tool_call>{"name": "python", "arguments": {"code": "6 * 7"}}</tool_call>'
     table.engine = table.maker._engine = engine = Scripted(  # type: ignore[assignment]
@@ -345,4 +354,5 @@ def test_tools_of_a_server_and_python_are_told_of_called_and_read(tmp_path: Path
     assert first.startswith("python look <user>what is it?") and second.startswith(first + python)
     assert second.endswith("<tool>42\n\n<tool>session-0\n<assistant>")
     (told,) = group(found).trajectories
+    assert not told.failure
     assert told.turns == (python + '<tool_call>{"name": "look"}</tool_call>', "it is 42.")
