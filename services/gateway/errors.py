@@ -37,6 +37,16 @@ class AgentError(Exception):
         return {"type": "error", "error": about}
 
 
+def no_room(size: int, most: int, why: str) -> AgentError:
+    """Of a conversation of ``size`` tokens, an answer's first among them, where ``most`` have room. Clients know it by
+    the words of OpenAI's and of Anthropic's API, which they look for."""
+    return AgentError(
+        400, "context_length_exceeded",
+        f"This model's maximum context length is {most} tokens. However, your messages resulted in {size} tokens "
+        f"(prompt is too long: {size} tokens > {most} maximum): {why}",
+    )  # fmt: skip
+
+
 def what_is_wrong(errors: Sequence[Any], skip: int = 0) -> str:
     """Pydantic's ``errors`` for people: the first three, each with where it is, less the first ``skip`` steps. Names
     and what was said are quoted in part: they may be as long as the request."""

@@ -16,7 +16,7 @@ from penstock.protocols.experience import as_bytes
 from penstock.protocols.mailbox import DeadlineError
 from penstock.protocols.messages import UNANSWERED, Message, TurnAnswer, TurnKey, TurnRequest
 from penstock.services.gateway.config import GatewayConfig
-from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.errors import AgentError, no_room
 from penstock.services.gateway.pictures import check_shown, digests, named
 from penstock.services.gateway.records import NOBODY, Records
 from penstock.services.gateway.replies import Replies
@@ -25,7 +25,7 @@ from penstock.services.gateway.work import Held, Work
 from penstock.services.turns.answers import Answer, unpack_answer
 from penstock.services.turns.joining import routed_before
 from penstock.services.turns.streams import turn_stream
-from penstock.services.turns.tokenizer import TextError, Tokenizer, too_long
+from penstock.services.turns.tokenizer import MOST_CHARACTERS, TextError, Tokenizer, too_long
 
 log = structlog.get_logger()
 
@@ -147,8 +147,9 @@ class Policy:
 
     def _check_size(self, *added: str) -> None:
         """Raises `AgentError` where it cannot have room."""
-        if reason := too_long(sum(map(len, added)), self._max_length):
-            raise AgentError(400, "context_length_exceeded", reason)
+        size = sum(map(len, added))
+        if (reason := too_long(size, self._max_length)) and self._max_length is not None:
+            raise no_room(-(-size // MOST_CHARACTERS), self._max_length, reason)
 
     async def ask(
         self,
@@ -224,12 +225,9 @@ class Policy:
         new = min(own.max_new_tokens, max_tokens or own.max_new_tokens)
         if self._max_length is not None:
             new = min(new, self._max_length - size)
-        if new < 1:
-            raise AgentError(
-                400, "context_length_exceeded",
-                f"the conversation has {size} tokens: no room is left of the {self._max_length} that rollout.engine "
-                "and the model take",
-            )  # fmt: skip
+        if new < 1 and self._max_length is not None:
+            why = f"no room is left of the {self._max_length} that rollout.engine and the model take"
+            raise no_room(size + 1, self._max_length, why)
         greedy = session.place == own.n  # the group's baseline
         return own.one(greedy, max_new_tokens=new, stop=(*own.stop, *stop))
 

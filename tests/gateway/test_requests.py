@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -209,6 +210,14 @@ def test_the_zeromq_door_looks_at_messages_as_the_http_door_does(house: House) -
     assert not none and told == house.text.decode([wanted.tolist()])[0]
 
 
+def told_of_room(said: str) -> int:
+    """The tokens that clients read of a refusal, in OpenAI's words, by which litellm knows it, and in Anthropic's."""
+    openai = re.search(r"his model's maximum context length is (\d+) tokens.* resulted in (\d+) tokens", said)
+    anthropic = re.search(r"prompt is too long: (\d+) tokens > (\d+) maximum", said)
+    assert openai and anthropic and openai.groups() == anthropic.groups()[::-1] and openai[1] == "64", said
+    return int(openai[2])
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_block_that_is_left_by_a_refusal_gives_its_session_back_where_there_is_one(house: House, lost: bool) -> None:
     async def agent(client: AsyncAgentClient) -> None:
@@ -359,6 +368,11 @@ def test_a_request_for_several_answers_is_made_tokens_of_once_and_what_cannot_fi
             ):
                 refused = await http.post(f"{base}/{path}", json=said)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+                assert told_of_room(refused.json()["error"]["message"]) > 64
             assert not encoded
+            full = await http.post(
+                f"{base}/chat/completions", json={"messages": [{"role": "user", "content": "a" * 100}]}
+            )
+            assert 100 < told_of_room(full.json()["error"]["message"]) < 150
 
     served(house, agent)
