@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,8 +24,15 @@ class Played:
     """What came of a session."""
 
     reward: float | None = None
-    """None: the run's reward functions judge."""
+    """Beside what its turns were worth; None: the run's reward functions judge."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: Mapping[int | str, float] = field(default_factory=dict)
+    """What turns were worth, by `Reply.turn`."""
+
+    @property
+    def total(self) -> float | None:
+        """Of the session."""
+        return None if self.reward is None else math.fsum([self.reward, *self.turn_rewards.values()])
 
 
 class Player(Protocol):

@@ -41,7 +41,7 @@ class OpenEnvConfig(Section):
 
 class OpenEnvPlayer:
     """One connection, and so one environment, for each session; the run's task seeds it, so that it is the same for a
-    group. The reward is the sum of what the steps gave."""
+    group. A turn is worth what its steps gave, and the session what the reset gave beside."""
 
     def __init__(self, config: OpenEnvConfig) -> None:
         need("openenv", "openenv", "ENVIRONMENT")
@@ -77,25 +77,26 @@ class OpenEnvPlayer:
         begun = await client.reset(seed=session.task.index)
         tools = None if self._config.action else await _tools(client)
         messages = [*(as_messages(session.task) if self._config.task_first else []), self._read(begun.observation)]
-        reward, turns, done = float(begun.reward or 0.0), 0, bool(begun.done)
-        while not done and turns < self._config.max_turns:
+        rewards, done = dict[int | str, float](), bool(begun.done)
+        while not done and len(rewards) < self._config.max_turns:
             reply = await said_to(session, messages, tools)
             if reply is None:
                 break
-            turns, messages = turns + 1, [*messages, reply.message]
+            rewards[reply.turn], messages = 0.0, [*messages, reply.message]
             if self._config.action:
                 found = await client.step({self._config.action: reply.text})
-                reward, done = reward + float(found.reward or 0.0), found.done
+                rewards[reply.turn], done = float(found.reward or 0.0), found.done
                 messages.append(self._read(found.observation))
             else:
                 done = not reply.calls  # an answer without a call is the last
                 for name, arguments, id in reply.calls:
                     found = await client.step({"type": "call_tool", "tool_name": name, "arguments": arguments})
-                    reward, done = reward + float(found.reward or 0.0), done or found.done
+                    rewards[reply.turn] += float(found.reward or 0.0)
+                    done = done or found.done
                     messages.append({**self._read(found.observation), "role": "tool", "tool_call_id": id})
                     if done:
                         break
-        return Played(reward, {"turns": float(turns)})
+        return Played(float(begun.reward or 0.0), {"turns": float(len(rewards))}, rewards)
 
     async def close(self) -> None:
         """See `Player.close`."""

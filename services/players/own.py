@@ -36,8 +36,8 @@ class OwnPlayer:
         """See `Player.open`."""
 
     async def play(self, session: AsyncAgentSession) -> Played:
-        """See `Player.play`. The reward is the sum of what the turns gave. Where its worker died by another's doing, it
-        begins again, in a conversation of its own."""
+        """See `Player.play`. Rewards are the turns'. Where it has to begin again, since its worker died by another's
+        doing, it does in a conversation of its own."""
         for _ in range(MOST_LOST):
             number = next(self._numbers)
             try:
@@ -50,7 +50,7 @@ class OwnPlayer:
 
     async def _play(self, session: AsyncAgentSession, number: int) -> Played:
         begun = await _asked(lambda answered: self._pool.reset(number, session.task, answered))
-        tools, rewards = begun["tools"] or session.task.tools, 0.0
+        tools, rewards = begun["tools"] or session.task.tools, dict[int | str, float]()
         try:
             messages = as_messages(begun_with(session.task, begun))
         except ValueError as error:
@@ -58,15 +58,15 @@ class OwnPlayer:
         for turn in range(1, self._config.max_turns + 1):
             reply = await said_to(session, messages, tools)
             if reply is None:
-                return Played(rewards, {"turns": float(turn - 1)})
+                return Played(0.0, {"turns": float(turn - 1)}, rewards)
             said = as_said(reply), reply.finish
             found = await _asked(lambda answered, said=said: self._pool.step(number, said[0], answered, said[1]))  # type: ignore[misc]
-            rewards += found["reward"]
+            rewards[reply.turn] = found["reward"]
             if found["done"]:
                 break
             seen = of_calls(_messages(found["observation"]), reply)
             messages = [*messages, reply.message, *in_parts(seen, found["pictures"])]
-        return Played(rewards, {"turns": float(turn)})
+        return Played(0.0, {"turns": float(turn)}, rewards)
 
     async def close(self) -> None:
         """See `Player.close`."""

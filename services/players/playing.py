@@ -12,12 +12,14 @@ import structlog
 
 from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentClient, AsyncAgentSession, RunOver
 from penstock.protocols.mailbox import DeadlineError
-from penstock.services.players.base import Player
+from penstock.services.players.base import Played, Player
 
 log = structlog.get_logger()
 
 WAIT_S = 300.0
 """For a session; then it is asked for again."""
+NOT_READ = "not_read"
+"""How a gateway refuses rewards of turns."""
 PAUSE_S = 1.0
 """After a session that could not be played."""
 
@@ -90,7 +92,7 @@ async def _work(client: AsyncAgentClient, player: Player, score: Score, told: Ca
 async def _play(session: AsyncAgentSession, player: Player, score: Score) -> None:
     try:
         played = await player.play(session)
-        await session.finish(reward=played.reward, metrics=played.metrics)
+        await _finish(session, played)
     except DeadlineError:  # the gateway is away: abandoning would only wait again
         raise
     except AgentRefusedError as refused:
@@ -110,5 +112,15 @@ async def _play(session: AsyncAgentSession, player: Player, score: Score) -> Non
         await asyncio.sleep(PAUSE_S)
         return
     score.played += 1
-    if played.reward is not None:
-        score.last.append(played.reward)
+    if (total := played.total) is not None:
+        score.last.append(total)
+
+
+async def _finish(session: AsyncAgentSession, played: Played) -> None:
+    """Says what came of it. Where the run's reward functions judge, nobody reads what turns were worth."""
+    try:
+        await session.finish(played.reward, played.metrics, played.turn_rewards)
+    except AgentRefusedError as refused:
+        if refused.code != NOT_READ:
+            raise
+        await session.finish(played.total, played.metrics)

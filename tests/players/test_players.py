@@ -38,6 +38,7 @@ from tests import seeing
 from tests.gateway.conftest import model, tokenizers  # noqa: F401 - fixtures
 from tests.gateway.house import CALLS, House
 from tests.gateway.test_doors import NO_KEYS
+from tests.gateway.test_turn_rewards import lying
 from tests.rollout.test_torch_engine import engine_for
 
 LENGTH = 128
@@ -182,10 +183,10 @@ def openenv_player(monkeypatch: pytest.MonkeyPatch) -> OpenEnvPlayer:
 
 def test_an_openenv_episode_that_is_done_is_not_stepped_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async def chat(*_: Any) -> Any:
-        return SimpleNamespace(message={}, calls=[("look", {}, "1"), ("look", {}, "2")])
+        return SimpleNamespace(turn=4, message={}, calls=[("look", {}, "1"), ("look", {}, "2")])
 
     session: Any = SimpleNamespace(task=Prompt(index=0, text="1+1="), chat=chat)
-    assert asyncio.run(openenv_player(monkeypatch).play(session)) == Played(1.0, {"turns": 1.0})
+    assert asyncio.run(openenv_player(monkeypatch).play(session)) == Played(0.0, {"turns": 1.0}, {4: 1.0})
 
 
 def test_a_gateway_that_is_away_is_not_an_openenv_environments_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,14 +223,18 @@ def test_a_run_that_has_ended_is_told_at_once(tmp_path: Path) -> None:
     assert told.exit_code == 0 and "the run is over: 0 played" in told.output
 
 
-@pytest.mark.parametrize("turns", [3, 60])
-def test_a_task_without_end_ends_after_its_turns_or_where_there_is_no_room(house: House, turns: int) -> None:
-    played(house, "tests.players.envs:Endless", {"max_turns": turns}, groups=1)
+@pytest.mark.parametrize(("turns", "read"), [(3, True), (60, True), (3, False)])
+def test_a_task_without_end_ends_after_its_turns_or_where_there_is_no_room(
+    house: House, turns: int, read: bool
+) -> None:
+    house.desk._reads = lambda source: read
+    score = played(house, "tests.players.envs:Endless", {"max_turns": turns}, groups=1)
     for trajectory in made(house, 0).trajectories:
         assert not trajectory.failure
-        had = trajectory.metrics["turns"]
+        had = int(trajectory.metrics["turns"])
         assert had == 3 if turns == 3 else 2 < had < 30, had
-        assert float(trajectory.rewards.sum()) == had
+        assert had in score.last
+        assert lying(trajectory) == (dict.fromkeys(range(had), 1.0) if read else {had - 1: float(had)})
 
 
 def test_reasoning_gym_asks_a_groups_sessions_the_same(house: House) -> None:
