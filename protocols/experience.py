@@ -227,7 +227,7 @@ class Trajectory:
     session: int = ALONE
     """The place in the group of the agent's session that it is a branch of; `ALONE` where there is no agent."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What its agent has measured, by name."""
+    """What its agent or its environment has measured, by name."""
     pictures: tuple[bytes, ...] = ()
     """What its tokens show where the policy did not sample them, in their order: `Prompt.pictures`, and those that an
     environment has answered with."""

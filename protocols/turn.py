@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -25,3 +25,6 @@ class Turn:
     pictures: Sequence[Any] = ()
     """What the observation shows, for models that see: files as bytes, images of Pillow, or paths. `<image>` in its
     words is where each stands; without, they stand before the words."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Whatever else there is to measure of this turn. They are added up over a trajectory's turns, and the mean of each
+    over trajectories is in the step's metrics, as ``agent/NAME``."""

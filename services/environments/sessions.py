@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.protocols.experience import FLOAT32_MAX, PICTURE, Prompt
+from penstock.protocols.measured import fault
 from penstock.protocols.turn import Turn
 from penstock.protocols.wire import WireError, check
 from penstock.services.data.pictures import marked, marked_chat, read_pictures
@@ -116,7 +117,16 @@ def _went_on(found: Any) -> dict[str, Any]:
     shown = _marked("step", observation, pictures)
     if not shown and not turn.done:
         raise ValueError("step gave no observation, though the task is not done")
-    return {"observation": shown, "reward": reward, "done": bool(turn.done), "pictures": list(pictures)}
+    said = {"observation": shown, "reward": reward, "done": bool(turn.done), "pictures": list(pictures)}
+    return said | {"metrics": _measured(turn.metrics)}
+
+
+def _measured(metrics: Any) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"step gave the metrics {str(metrics)[:80]}, which are no map of names and numbers")
+    if wrong := fault(metrics):
+        raise ValueError(f"step gave metrics: {wrong}")
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _marked(method: str, said: Any, pictures: tuple[bytes, ...]) -> Any:

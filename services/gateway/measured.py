@@ -3,18 +3,14 @@ mean as ``agent/NAME``."""
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from penstock.protocols.experience import FLOAT32_MAX
+from penstock.protocols.measured import fault
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.turn_names import turn_called
 from penstock.services.gateway.work import Held
-
-MOST = 32
-NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
 def checked_reward(reward: float | None, needed: bool) -> float:
@@ -56,11 +52,6 @@ def said_at_the_end(
 
 def checked(metrics: Mapping[str, float]) -> dict[str, float]:
     """As they are kept. Raises `AgentError`."""
-    if len(metrics) > MOST:
-        raise AgentError(422, "invalid_request", f"metrics: {len(metrics)} of them; a session has at most {MOST}")
-    for name, value in metrics.items():
-        if not NAME.fullmatch(name):
-            raise AgentError(422, "invalid_request", f"metrics: {name[:80]!r}: a name is like {NAME.pattern}")
-        if not math.isfinite(value):
-            raise AgentError(422, "invalid_request", f"metrics: {name}: {value} is no finite number")
+    if wrong := fault(metrics):
+        raise AgentError(422, "invalid_request", f"metrics: {wrong}")
     return {name: float(value) for name, value in metrics.items()}

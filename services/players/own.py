@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 
 from penstock.protocols.agent_client import AsyncAgentSession, Reply
+from penstock.protocols.measured import added
 from penstock.services.environments.begun import begun_with
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.environments.past import MOST_LOST
@@ -51,6 +52,7 @@ class OwnPlayer:
     async def _play(self, session: AsyncAgentSession, number: int) -> Played:
         begun = await _asked(lambda answered: self._pool.reset(number, session.task, answered))
         tools, rewards = begun["tools"] or session.task.tools, dict[int | str, float]()
+        metrics: dict[str, float] = {}
         try:
             messages = as_messages(begun_with(session.task, begun))
         except ValueError as error:
@@ -58,15 +60,15 @@ class OwnPlayer:
         for turn in range(1, self._config.max_turns + 1):
             reply = await said_to(session, messages, tools)
             if reply is None:
-                return Played(0.0, {"turns": float(turn - 1)}, rewards)
+                return Played(0.0, {"turns": float(turn - 1)} | metrics, rewards)
             said = as_said(reply), reply.finish
             found = await _asked(lambda answered, said=said: self._pool.step(number, said[0], answered, said[1]))  # type: ignore[misc]
-            rewards[reply.turn] = found["reward"]
+            rewards[reply.turn], metrics = found["reward"], added(metrics, found["metrics"])
             if found["done"]:
                 break
             seen = of_calls(_messages(found["observation"]), reply)
             messages = [*messages, reply.message, *in_parts(seen, found["pictures"])]
-        return Played(0.0, {"turns": float(turn)}, rewards)
+        return Played(0.0, {"turns": float(turn)} | metrics, rewards)
 
     async def close(self) -> None:
         """See `Player.close`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import structlog
 
 from penstock.protocols.experience import Group, Trajectory
+from penstock.protocols.measured import added
 from penstock.protocols.messages import Lease
 from penstock.services.data.picture_files import MOST_OF_GROUP
 from penstock.services.environments.begun import begun_with
@@ -46,6 +47,8 @@ class _Session:
     chat: bool = False
     rewards: list[float] = field(default_factory=list)
     """Of the turns that are over."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Theirs, added up."""
     lost: int = 0
     pictures: tuple[bytes, ...] = ()
     """What it shows so far."""
@@ -176,7 +179,7 @@ class MultiTurn:
     def _begin(self, session: _Session) -> None:
         """From the start, whatever it had."""
         self._sessions += 1
-        session.number, session.parts, session.rewards = self._sessions, [], []
+        session.number, session.parts, session.rewards, session.metrics = self._sessions, [], [], {}
         self._pool.reset(session.number, session.work.lease.prompt, self._hear(session, "reset"))
 
     def _hear(self, session: _Session, op: str) -> Callable[[dict[str, Any] | None, str], None]:
@@ -197,6 +200,7 @@ class MultiTurn:
 
     def _stepped(self, session: _Session, found: dict[str, Any]) -> Made | None:
         session.rewards.append(found["reward"])
+        session.metrics = added(session.metrics, found["metrics"])
         last = session.turns[-1]
         if found["done"]:
             return self._end(session, finish_of=last)
@@ -299,4 +303,5 @@ class MultiTurn:
         rewards = placed(parts, session.rewards)
         finish = finish_of.finish if finish_of else "length"
         shown = session.pictures if session.parts else session.work.lease.prompt.pictures
-        return join(parts, whole, finish, rewards, tuple(words), failure, session.greedy, pictures=shown)
+        made = join(parts, whole, finish, rewards, tuple(words), failure, session.greedy, pictures=shown)
+        return replace(made, metrics={} if failure else session.metrics)

@@ -22,7 +22,9 @@ class Counting:
 
     def step(self, answer: str) -> penstock.Turn:
         self._said += 1
-        return penstock.Turn(f"turn {self._said}=", reward=0.5 * self._said, done=self._said == self._turns)
+        metrics = {"said": 1.0, f"turn_{self._said}": 0.5}
+        done = self._said == self._turns
+        return penstock.Turn(f"turn {self._said}=", reward=0.5 * self._said, done=done, metrics=metrics)
 
 
 class Told:
@@ -51,6 +53,7 @@ class Misbehaving:
         if answer == "crash":
             os._exit(3)
         wrong = {"nan": penstock.Turn("x", float("nan")), "list": [1], "silent": penstock.Turn(), "text": "go on"}
+        wrong["measure"] = penstock.Turn("x", metrics={"no/name": 1.0})
         return (wrong | {"pid": str(os.getpid())}).get(answer, penstock.Turn(f"well= {self._turns}", 1.0))
 
 

@@ -50,7 +50,19 @@ def test_sessions_are_apart() -> None:
     with Player("Counting", options={"turns": 3}, workers=2) as player:
         player.begin(1, 2, 3)
         first = player.ask([("step", session, "x") for session in (1, 2, 3)])
-        assert first == [{"observation": "turn 1=", "reward": 0.5, "done": False, "pictures": []}] * 3
+        assert (
+            first
+            == [
+                {
+                    "observation": "turn 1=",
+                    "reward": 0.5,
+                    "done": False,
+                    "pictures": [],
+                    "metrics": {"said": 1.0, "turn_1": 0.5},
+                }
+            ]
+            * 3
+        )
         assert player.ask([("step", 2, "x")])[0]["reward"] == 1.0
         assert player.ask([("step", 1, "x"), ("step", 2, "x")])[1]["done"]
 
@@ -61,7 +73,8 @@ def test_wrong_answers_of_an_environment_are_named() -> None:
         found = player.ask([("step", n, said) for n, said in enumerate(("raise", "nan", "list", "silent", "text"), 1)])
         assert "raised RuntimeError: no idea" in found[0] and "games.py, line" in found[0]
         assert "reward nan" in found[1] and "step returned list" in found[2] and "no observation" in found[3]
-        assert found[4] == {"observation": "go on", "reward": 0.0, "done": False, "pictures": []}
+        assert "step gave metrics: 'no/name': a name is like" in player.ask([("step", 5, "measure")])[0]
+        assert found[4] == {"observation": "go on", "reward": 0.0, "done": False, "pictures": [], "metrics": {}}
 
 
 @pytest.mark.parametrize("deed", ["hang", "crash"])

@@ -107,7 +107,7 @@ def test_a_class_of_ones_own_plays_and_what_raises_costs_its_session(
     assert score.played == 6 and score.given_up == 4 and set(score.last) == {0.5}
     for number in range(3):
         for trajectory in made(house, number).trajectories:
-            assert float(trajectory.rewards.sum()) == 0.5 and trajectory.metrics == {"turns": 2.0}
+            assert float(trajectory.rewards.sum()) == 0.5 and trajectory.metrics == {"turns": 2.0, "seen": 2.0}
             assert len(trajectory.turns) == 2 and not trajectory.failure
     failed = made(house, 3).trajectories
     assert all("no idea" in t.failure for t in failed), "given out gateway.attempts times, then without a reward"

@@ -162,6 +162,7 @@ def test_only_what_the_policy_said_is_sampled_and_rewards_lie_where_turns_end(ta
         assert text.decode(gaps) == ["begin ab=", "turn 1=", "turn 2="]
         ends = {end - 1: 0.5 * turn for turn, (_, end) in enumerate(spans, 1)}
         assert {i: float(r) for i, r in enumerate(trajectory.rewards) if r} == ends
+        assert trajectory.metrics == {"said": 3.0, "turn_1": 0.5, "turn_2": 0.5, "turn_3": 0.5}
         assert np.all(trajectory.versions[~sampled] == UNSAMPLED) and np.all(trajectory.logprobs[~sampled] == 0)
         wanted = at.engine.score(at.engine._model.weights, trajectory.tokens)
         np.testing.assert_allclose(trajectory.logprobs[1:][sampled[1:]], wanted[sampled[1:]], atol=2e-4)

@@ -1,0 +1,34 @@
+"""What environments and agents measure beside the reward: numbers by name, of which a step's metrics have the mean as
+``agent/NAME``."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MOST = 32
+"""Of a session, or of a turn of an environment's."""
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+
+
+def fault(metrics: Mapping[Any, Any]) -> str:
+    """Why these are none; empty: they are."""
+    if len(metrics) > MOST:
+        return f"{len(metrics)} of them; there may be {MOST} at most"
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            return f"{str(name)[:80]!r}: a name is like {NAME.pattern}"
+        try:
+            finite = math.isfinite(value)
+        except (TypeError, ValueError, OverflowError):
+            finite = False
+        if not finite:
+            return f"{name}: {str(value)[:80]} is no finite number"
+    return ""
+
+
+def added(some: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    """The sum of each, over what has it."""
+    return {name: some.get(name, 0.0) + more.get(name, 0.0) for name in {**some, **more}}
