@@ -147,9 +147,13 @@ class _Asked:
         reward: float | None,
         metrics: Mapping[str, float] | None,
         turn_rewards: Mapping[int | str, float] | None,
+        truncated: bool,
     ) -> m.AgentFinish:
         by_name = {str(turn): value for turn, value in (turn_rewards or {}).items()}
-        return m.AgentFinish(session=self.id, reward=reward, metrics=dict(metrics or {}), turn_rewards=by_name)
+        measured = dict(metrics or {})
+        return m.AgentFinish(
+            session=self.id, reward=reward, metrics=measured, turn_rewards=by_name, truncated=truncated
+        )
 
 
 class AgentSession(_Asked):
@@ -180,11 +184,12 @@ class AgentSession(_Asked):
         reward: float | None = None,
         metrics: Mapping[str, float] | None = None,
         turn_rewards: Mapping[int | str, float] | None = None,
+        truncated: bool = False,
     ) -> None:
         """Done. ``reward`` says how good it was, beside what its turns were worth: ``turn_rewards`` as by `reward`.
         Without any of them the run's reward functions say it. The mean of each of ``metrics`` is in the step's metrics,
-        as ``agent/NAME``."""
-        self._line.say(self._finish(reward, metrics, turn_rewards), SAY_S)
+        as ``agent/NAME``. ``truncated``: it was cut off, for want of room or of turns."""
+        self._line.say(self._finish(reward, metrics, turn_rewards, truncated), SAY_S)
         self.forget()
 
     def abandon(self, reason: str = "given up by its agent") -> None:
@@ -278,9 +283,10 @@ class AsyncAgentSession(_Asked):
         reward: float | None = None,
         metrics: Mapping[str, float] | None = None,
         turn_rewards: Mapping[int | str, float] | None = None,
+        truncated: bool = False,
     ) -> None:
         """See `AgentSession.finish`."""
-        await self._line.say_async(self._finish(reward, metrics, turn_rewards), SAY_S)
+        await self._line.say_async(self._finish(reward, metrics, turn_rewards, truncated), SAY_S)
         self.forget()
 
     async def abandon(self, reason: str = "given up by its agent") -> None:

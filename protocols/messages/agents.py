@@ -197,6 +197,8 @@ class AgentFinish(Message):
     """Whatever else the agent has measured, by name."""
     turn_rewards: dict[str, float] = {}
     """As of `AgentReward`, of several turns by number or id."""
+    truncated: bool = False
+    """It was cut off: its last turn had no room for another, or there was none left."""
 
 
 class AgentAbandon(Message):

@@ -270,10 +270,10 @@ class Desk:
 
     async def finish(
         self, id: str, reward: float | None, metrics: Mapping[str, float] | None = None,
-        rewards: Mapping[str, float] | None = None,
+        rewards: Mapping[str, float] | None = None, truncated: bool = False,
     ) -> None:  # fmt: skip
-        """The agent is done; ``rewards`` are of turns, by their names. Without any the reward functions say how good it
-        was. Said again, it is true."""
+        """The agent is done, or was cut off (``truncated``); ``rewards`` are of turns, by their names. Without any the
+        reward functions say how good it was. Said again, it is true."""
         await self._settled(id)
         if self._ended.heard_of(id):
             return
@@ -283,7 +283,7 @@ class Desk:
                 held = await self.find(id)
                 read = self._reads(held.work.lease.source)
                 how = said_at_the_end(held, reward, metrics or {}, rewards or {}, read)
-                await self._settle(held, how)
+                await self._settle(held, how | {"truncated": truncated})
                 self._ended.add(held.id, held.owner)
 
     # --- inside ------------------------------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ class Desk:
         held.questions.cancel()
         how = {"failure": "", "metrics": {}} | at_the_end(session, held.owner) | how
         await self._records.keep(work, session, how)
-        session.end(how["reward"], how["failure"], how["metrics"], how["turn_rewards"])
+        session.end(how)
         self._held.pop(held.id, None)
         self._complete(work)
 

@@ -67,6 +67,8 @@ class Finished(Body):
     """Whatever else the agent has measured; a step's metrics have the mean of each as ``agent/NAME``."""
     turn_rewards: dict[str, Reward] = {}
     """What single turns were worth, by number or id."""
+    truncated: bool = False
+    """It was cut off: there was no room, or no turn was left."""
 
 
 class Abandoned(Body):
@@ -153,7 +155,7 @@ def _session_routes(desk: Desk) -> APIRouter:
     @routes.post("/v1/sessions/{session}/finish")
     async def finish(session: str, said: Finished) -> dict[str, str]:
         """The agent is done."""
-        await desk.finish(session, said.reward, said.metrics, said.turn_rewards)
+        await desk.finish(session, said.reward, said.metrics, said.turn_rewards, said.truncated)
         return {"session": session, "state": "finished"}
 
     @routes.post("/v1/sessions/{session}/abandon")

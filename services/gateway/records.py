@@ -1,7 +1,7 @@
 """What the broker keeps of a session for a gateway that takes it over, and how that becomes a session again.
 
 session.PLACE           {life, spared, opened, owner, beats}, and once it has ended {reward, failure, metrics, unheard,
-                        turn_rewards}
+                        turn_rewards, truncated}
 picture.DIGEST          a file that some of the group's sessions show
 note.PLACE.TURN         {asked, life, parent, given, added, told, stop, calls}: what was asked, as far as its parent has
                         not
@@ -114,8 +114,7 @@ def restore(work: Work, replies: Replies) -> None:
     for key in sorted(filter(None, found), key=lambda key: key.turn):
         _restore_turn(work, by_place[key.place], key, replies)
     for session, state in ended:
-        how = state.get("metrics", {}), state.get("turn_rewards", {})  # older code knows neither
-        session.end(state["reward"], state["failure"], *how)
+        session.end(state)
 
 
 def _restore_turn(work: Work, session: Session, key: TurnKey, replies: Replies) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.protocols.experience import Trajectory
+from penstock.protocols.experience import Finish, Trajectory
 from penstock.services.data.picture_files import MOST_OF_GROUP
 from penstock.services.gateway.pictures import digests
 from penstock.services.turns.answers import Answer
@@ -134,6 +134,8 @@ class Session:
     """Why it has no reward."""
     metrics: dict[str, float] = field(default_factory=dict)
     """What its agent has measured."""
+    truncated: bool = False
+    """Its newest branch was cut off, its agent says."""
     files: dict[str, bytes] = field(default_factory=dict)
     """By digest, what its turns show, those too that have no answer yet."""
     room: int = MOST_OF_GROUP
@@ -156,11 +158,13 @@ class Session:
         self.life, self.opened, self.turns, self.files, self.instructions = self.life + 1, False, {}, {}, set()
         self.spared += not taken
 
-    def end(self, reward: float, failure: str, metrics: dict[str, float], turn_rewards: Mapping[str, float]) -> None:
-        """It is so good, or has no reward for the reason of its ``failure``; ``turn_rewards`` by number."""
-        self.ended, self.reward, self.failure, self.metrics = True, reward, failure, metrics
+    def end(self, how: Mapping[str, Any]) -> None:
+        """So good it is (``reward``, ``turn_rewards`` by number), or it has no reward for the reason of its
+        ``failure``; see `records`."""
+        self.ended, self.reward, self.failure = True, how["reward"], how["failure"]
+        self.metrics, self.truncated = how.get("metrics", {}), how.get("truncated", False)  # of older code
         for turn in self.turns.values():
-            turn.reward = turn_rewards.get(str(turn.number))
+            turn.reward = how.get("turn_rewards", {}).get(str(turn.number))
 
     def parent_of(self, said: Said, tools: str) -> Turn | None:
         """The turn with the longest conversation that ``said`` begins with, told of the same ``tools``."""
@@ -222,7 +226,8 @@ class Session:
         trained: set[int] = set()
         of_turns = math.fsum(turn.reward or 0.0 for turn in self.turns.values())
         found = []
-        for leaf in self._leaves():
+        leaves = self._leaves()
+        for leaf in leaves:
             path = self.path(leaf)
             parts: list[Part] = []
             for turn in path:
@@ -235,7 +240,8 @@ class Session:
             words = tuple(decode(turn.answer.tokens.tolist()) for turn in path)
             text = decode(tokens[len(path[0].given) :].tolist())
             shown = self.pictures(leaf)
-            made = join(parts, text, leaf.answer.finish, rewards, words, self.failure, greedy, pictures=shown)
+            finish: Finish = "length" if self.truncated and leaf is leaves[-1] else leaf.answer.finish
+            made = join(parts, text, finish, rewards, words, self.failure, greedy, pictures=shown)
             found.append(replace(made, session=self.place, metrics=self.metrics))
         if not found:
             failure = self.failure or "its agent has had no turn"

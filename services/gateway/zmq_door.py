@@ -153,7 +153,8 @@ class ZmqDoor:
             await desk.reward(message.session, message.reward, message.turn)
             return m.Ack()
         if isinstance(message, m.AgentFinish):
-            await desk.finish(message.session, message.reward, message.metrics, message.turn_rewards)
+            how = message.metrics, message.turn_rewards, message.truncated
+            await desk.finish(message.session, message.reward, *how)
             return m.Ack()
         if isinstance(message, m.AgentAbandon):
             await desk.abandon(await desk.find(message.session), message.reason)

@@ -28,6 +28,8 @@ class Played:
     metrics: Mapping[str, float] = field(default_factory=dict)
     turn_rewards: Mapping[int | str, float] = field(default_factory=dict)
     """What turns were worth, by `Reply.turn`."""
+    truncated: bool = False
+    """There was no room for another turn, or none was left."""
 
     @property
     def total(self) -> float | None:

@@ -96,7 +96,7 @@ class OpenEnvPlayer:
                     messages.append({**self._read(found.observation), "role": "tool", "tool_call_id": id})
                     if done:
                         break
-        return Played(float(begun.reward or 0.0), {"turns": float(len(rewards))}, rewards)
+        return Played(float(begun.reward or 0.0), {"turns": float(len(rewards))}, rewards, truncated=not done)
 
     async def close(self) -> None:
         """See `Player.close`."""

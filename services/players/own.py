@@ -60,7 +60,7 @@ class OwnPlayer:
         for turn in range(1, self._config.max_turns + 1):
             reply = await said_to(session, messages, tools)
             if reply is None:
-                return Played(0.0, {"turns": float(turn - 1)} | metrics, rewards)
+                return Played(0.0, {"turns": float(turn - 1)} | metrics, rewards, truncated=True)
             said = as_said(reply), reply.finish
             found = await _asked(lambda answered, said=said: self._pool.step(number, said[0], answered, said[1]))  # type: ignore[misc]
             rewards[reply.turn], metrics = found["reward"], added(metrics, found["metrics"])
@@ -68,7 +68,7 @@ class OwnPlayer:
                 break
             seen = of_calls(_messages(found["observation"]), reply)
             messages = [*messages, reply.message, *in_parts(seen, found["pictures"])]
-        return Played(0.0, {"turns": float(turn)} | metrics, rewards)
+        return Played(0.0, {"turns": float(turn)} | metrics, rewards, truncated=not found["done"])
 
     async def close(self) -> None:
         """See `Player.close`."""

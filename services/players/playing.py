@@ -119,8 +119,8 @@ async def _play(session: AsyncAgentSession, player: Player, score: Score) -> Non
 async def _finish(session: AsyncAgentSession, played: Played) -> None:
     """Says what came of it. Where the run's reward functions judge, nobody reads what turns were worth."""
     try:
-        await session.finish(played.reward, played.metrics, played.turn_rewards)
+        await session.finish(played.reward, played.metrics, played.turn_rewards, played.truncated)
     except AgentRefusedError as refused:
         if refused.code != NOT_READ:
             raise
-        await session.finish(played.total, played.metrics)
+        await session.finish(played.total, played.metrics, truncated=played.truncated)

@@ -57,7 +57,7 @@ class ReasoningGymPlayer:
         index = session.task.index % len(self._tasks)
         reply = await said_to(session, as_messages(self._tasks.prompt(index)), None)
         if reply is None:
-            return Played(0.0)
+            return Played(0.0, truncated=True)
         try:
             return Played(await asyncio.wrap_future(self._pool.submit(Call({"answer": reply.text, "index": index}))))
         except Exception as error:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.protocols import wire
 from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentClient
 from penstock.protocols.experience import Group, Trajectory, mean_by_session, sessions_of
 from penstock.protocols.mailbox import DeadlineError
@@ -46,24 +47,31 @@ def lying(trajectory: Trajectory) -> dict[int, float]:
     return found
 
 
+def ending(house: House, number: int = 0) -> Any:
+    """What is kept of the end of a group's first session."""
+    return wire.unpack(house.records["train", number]["session.0"].tobytes())
+
+
 @settings(max_examples=100, deadline=None)
 @given(
-    st.integers(0, 2**32), st.integers(1, 25), st.integers(-8, 8),
+    st.integers(0, 2**32), st.integers(1, 25), st.integers(-8, 8), st.booleans(),
     st.lists(st.none() | st.integers(-8, 8), min_size=25, max_size=25),
 )  # fmt: skip
 def test_a_session_is_worth_its_turns_and_its_end_however_it_branches(
-    seed: int, turns: int, end: int, worth: list[int | None]
+    seed: int, turns: int, end: int, cut: bool, worth: list[int | None]
 ) -> None:
     rng, session = random.Random(seed), Session(3)
     for _ in range(turns):
         grown(session, rng.choice([None, *session.turns.values()]), rng, "ab")
     said = {turn.number: value / 4 for turn in session.turns.values() if turn.wanted and (value := worth[turn.number])}
-    session.end(end / 4, "", {}, {str(number): value for number, value in said.items()})
+    by_name = {str(number): value for number, value in said.items()}
+    session.end({"reward": end / 4, "failure": "", "turn_rewards": by_name, "truncated": cut})
     leaves, total = session._leaves(), end / 4 + sum(said.values())
     made = session.trajectories(lambda tokens: "", np.zeros(1, np.int32), greedy=False)
     if not leaves:
         assert [t.rewards.sum() for t in made] == [0] and made[0].failure
         return
+    assert [t.finish for t in made] == ["stop"] * (len(leaves) - 1) + ["length" if cut else "stop"]
     column = np.array([t.rewards.sum() for t in made], np.float32)
     sessions = sessions_of([t.session for t in made])
     assert column.tolist() == [total] * len(leaves) and mean_by_session(column, sessions).tolist() == [total]
@@ -135,10 +143,11 @@ def test_a_turn_is_called_by_the_id_of_its_answer_in_each_api(house: House) -> N
             again = [{"reward": 0.25, "turn": ids[0]}, {"reward": 0.5, "turn": 1}, {"reward": 4.0}]
             for body in [*again, *again]:  # whoever has not heard the answer
                 assert (await http.post(f"{path}/reward", json=body)).status_code == 200
-            end = {"reward": 8.0, "turn_rewards": {ids[2]: -1.0, "1": 0.125}}
+            end = {"reward": 8.0, "turn_rewards": {ids[2]: -1.0, "1": 0.125}, "truncated": True}
             assert (await http.post(f"{path}/finish", json=end)).status_code == 200
 
     served(house, agent)
+    assert ending(house)["truncated"]
     rest = 8 + 0.25 + 0.125 - 1 + 4
     assert [lying(t) for t in group(house).trajectories] == [{0: rest}] * 4
     assert [t.session for t in group(house).trajectories] == [0] * 4
@@ -196,13 +205,13 @@ def test_over_zeromq_a_turn_is_rewarded_too(house: House) -> None:
                     await session.reward(number)
                 with pytest.raises(AgentRefusedError, match="no finite number"):
                     await session.finish(turn_rewards={0: number})
-            await session.finish(turn_rewards={second.turn: 0.0, f"msg_{session.id}-1": 0.125})
+            await session.finish(turn_rewards={second.turn: 0.0, f"msg_{session.id}-1": 0.125}, truncated=True)
             with pytest.raises(AgentRefusedError, match="is finished") as late:
                 await session.reward(1.0)
             assert (late.value.status, late.value.code) == (409, "session_ended")
 
     by_zeromq(house, agent)
-    assert [lying(t) for t in group(house).trajectories] == [{0: -0.5, 1: 0.125}]
+    assert [lying(t) for t in group(house).trajectories] == [{0: -0.5, 1: 0.125}] and ending(house)["truncated"]
 
 
 def test_nobody_else_rewards_a_session(house: House) -> None:
