@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.protocols.agent_client import AsyncAgentSession
 from penstock.services.data import need
-from penstock.services.players.base import Played, PlayError
+from penstock.services.players.base import NO_ROOM, Played, PlayError
 
 MOST_TASKS = 100_000
 """Of a taskset without end."""
@@ -41,19 +41,22 @@ class VerifiersPlayer:
         await self._serving.enter_async_context(self._env.serving())
 
     async def play(self, session: AsyncAgentSession) -> Played:
-        """See `Player.play`. Rewards and metrics of an episode's traces are added up."""
+        """See `Player.play`. Rewards and metrics of an episode's traces are added up. One that has come to the end of
+        the room, or of its turns, has failed by the library's count, and is over by ours."""
         client = self._library.EvalClientConfig(base_url=session.base_url, api_key_var=KEY)
         context = self._library.ModelContext(model="policy", client=client)
         episode = await self._env.run_episode(self._tasks[session.task.index % len(self._tasks)], context)
-        if not episode.ok:
-            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        ended = any(code in error.message for error in errors for code in NO_ROOM)  # it has the gateway's answer
+        if not episode.ok and not ended:
             raise PlayError("; ".join(f"{error.type}: {error.message}" for error in errors) or "an episode failed")
         metrics: dict[str, float] = {}
         for trace in episode.traces:
             for name, value in trace.metrics.items():
                 if value is not None:
                     metrics[name] = metrics.get(name, 0.0) + float(value)
-        return Played(float(sum(trace.reward for trace in episode.traces)), metrics)
+        truncated = ended or any(trace.is_truncated for trace in episode.traces)
+        return Played(float(sum(trace.reward for trace in episode.traces)), metrics, truncated=truncated)
 
     async def close(self) -> None:
         """See `Player.close`."""

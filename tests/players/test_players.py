@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import socket
 import sys
@@ -26,6 +27,7 @@ from penstock.services.data import open_source
 from penstock.services.data.config import NumbersData, ReasoningGymData
 from penstock.services.data.pictures import in_parts
 from penstock.services.gateway.asking import content_of
+from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.zmq_door import ZmqDoor
 from penstock.services.players import openenv, playing, reasoning_gym
 from penstock.services.players.base import Played, Player, PlayError, as_messages
@@ -33,6 +35,7 @@ from penstock.services.players.openenv import OpenEnvConfig, OpenEnvPlayer
 from penstock.services.players.own import as_said, of_calls
 from penstock.services.players.playing import Score, play_run
 from penstock.services.players.registry import make_player
+from penstock.services.players.verifiers import VerifiersPlayer
 from penstock.services.runtime.errors import SetupError
 from tests import seeing
 from tests.gateway.conftest import model, tokenizers  # noqa: F401 - fixtures
@@ -197,6 +200,27 @@ def test_a_gateway_that_is_away_is_not_an_openenv_environments_fault(monkeypatch
     session: Any = SimpleNamespace(task=Prompt(index=0, text="1+1="), chat=chat)
     with pytest.raises(DeadlineError, match="the gateway"):
         asyncio.run(openenv_player(monkeypatch).play(session))
+
+
+@pytest.mark.parametrize("ends", ["too_many_turns", "context_length_exceeded", "no_answer", ""])
+def test_a_verifiers_episode_that_came_to_the_end_of_its_room_is_over(ends: str) -> None:
+    refused = AgentError(400, ends, "no")
+    errors = [SimpleNamespace(type="ProviderError", message=json.dumps(refused.body))] if ends else []
+    trace = SimpleNamespace(errors=errors, metrics={"calls": 2, "late": None}, reward=0.5, is_truncated=False)
+    episode = SimpleNamespace(ok=not ends, errors=[], traces=[trace])
+
+    async def run_episode(*_: Any) -> Any:
+        return episode
+
+    player = VerifiersPlayer.__new__(VerifiersPlayer)
+    player._library = SimpleNamespace(EvalClientConfig=lambda **_: None, ModelContext=lambda **_: None)
+    player._tasks, player._env = [None], SimpleNamespace(run_episode=run_episode)
+    session: Any = SimpleNamespace(task=Prompt(index=0, text="1+1="), base_url="http://here")
+    if ends == "no_answer":
+        with pytest.raises(PlayError, match="ProviderError: .*no_answer"):
+            asyncio.run(player.play(session))
+    else:
+        assert asyncio.run(player.play(session)) == Played(0.5, {"calls": 2.0}, truncated=bool(ends))
 
 
 class Measuring:
