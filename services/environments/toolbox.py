@@ -6,13 +6,14 @@ import asyncio
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 from pydantic import TypeAdapter, validate_call
 from pydantic.errors import PydanticUserError
 
+from penstock.protocols.experience import Prompt
 from penstock.services.environments.mcp_server import McpServer, check_sdk, in_background
 from penstock.services.environments.tools_config import READY, ToolsConfig, nearest, read_options
 from penstock.services.runtime import allowance
@@ -41,6 +42,8 @@ class Toolbox:
     """The JSON schema of each one's arguments, by its name."""
     tools: dict[str, Callable[..., Any] | Remote] = field(default_factory=dict)
     """By the names that the policy knows."""
+    prompted: dict[str, list[str]] = field(default_factory=dict)
+    """By name, which arguments are not the policy's: they are the task's prompt."""
     servers: list[McpServer] = field(default_factory=list)
     starts: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(allowance.cores()))
     """Servers of trajectories that may start at once: each takes a core for a second or so."""
@@ -70,7 +73,9 @@ def toolbox(options: str) -> Toolbox:
     box = Toolbox(read_options(json.loads(options)))
     for name in box.config.functions:
         function = _ready(name, box.config) if name in READY else load_plugin(name, "functions")
-        box.add(_about(function), validate_call(function), name)
+        about, prompted = _about(function), _prompted(function)
+        box.add(_without(about, prompted), validate_call(function), name)
+        box.prompted[about["name"]] = prompted
     if not box.config.mcp:
         return box
     if lacks := box.config.lacking():
@@ -120,6 +125,27 @@ def _ready(name: str, config: ToolsConfig) -> Callable[..., Any]:
         return load_plugin(READY[name], "functions")(config.options_of(name), config.longest)
     except SandboxError as error:
         raise ValueError(f"{name}: {error}") from error
+
+
+def _prompted(function: Callable[..., Any]) -> list[str]:
+    """The parameters that are annotated as a prompt."""
+    try:
+        hints = get_type_hints(function)
+    except (TypeError, NameError):  # no function, or what it names is not there
+        return []
+    return [name for name, hint in hints.items() if name != "return" and hint is Prompt]
+
+
+def _without(about: dict[str, Any], hidden: Sequence[str]) -> dict[str, Any]:
+    """``about`` a function, less the ``hidden`` parameters."""
+    if not hidden:
+        return about
+    parameters = dict(about["parameters"])
+    properties = {name: each for name, each in parameters["properties"].items() if name not in hidden}
+    required = [name for name in parameters.pop("required", ()) if name not in hidden]
+    defined = {name: each for name, each in parameters.pop("$defs", {}).items() if name != Prompt.__name__}
+    parameters |= {"properties": properties} | ({"required": required} if required else {})
+    return about | {"parameters": parameters | ({"$defs": defined} if defined else {})}
 
 
 def _about(function: Callable[..., Any]) -> dict[str, Any]:

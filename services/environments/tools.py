@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from penstock.protocols.experience import Prompt
 from penstock.protocols.turn import Turn
 from penstock.services.environments.mcp_server import McpServer, ToolUnavailable, in_background
 from penstock.services.environments.sessions import Sessions
@@ -43,7 +44,8 @@ class Tools:
     is the answer, and ends the task. It gives no reward: reward functions judge the last turn (``turns[-1]``).
 
     ``functions``: plain or async functions of yours, ``module:function``, or ready tools by name. Their type hints and
-    docstrings are what the policy is told, by the tokenizer's chat template. ``options``: see `ToolsConfig`.
+    docstrings are what the policy is told, by the tokenizer's chat template; a parameter that is a `penstock.Prompt` is
+    not told, and is the task's. ``options``: see `ToolsConfig`.
     """
 
     def __init__(self, functions: Sequence[str] = (), **options: Any) -> None:
@@ -51,8 +53,13 @@ class Tools:
         self.tools = self._box.schemas
         self._own: dict[int, McpServer] = {}
         """Servers of this trajectory alone, by their place in the config."""
+        self._task: Prompt | None = None
         self._one_program = asyncio.Lock()
         """A trajectory has one program at a time, or its turn could take all cores from the others."""
+
+    def reset(self, prompt: Prompt) -> None:
+        """What the functions may ask for."""
+        self._task = prompt
 
     async def step(self, answer: str) -> Turn:
         """See docs/environments.md."""
@@ -85,6 +92,7 @@ class Tools:
             if wrong := _unsendable(arguments):
                 return f"error: {name}: {wrong}"
             return await asyncio.wrap_future(in_background(self._server(tool).call(tool.name, arguments)))
+        arguments = {**arguments, **dict.fromkeys(self._box.prompted.get(name, ()), self._task)}
         try:
             if inspect.iscoroutinefunction(tool):
                 async with self._one_program if name in READY else nullcontext():

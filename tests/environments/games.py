@@ -111,6 +111,11 @@ class Leaving:
         return "go on"
 
 
+def hint(place: int, task: penstock.Prompt) -> str:
+    """A letter of the truth."""
+    return task.truth[place]
+
+
 def stuck() -> str:
     """A tool that never answers."""
     time.sleep(600)

@@ -130,7 +130,7 @@ def test_what_is_no_environment_is_refused(environment: str, complaint: str) -> 
 
 
 def test_tools_are_called_and_told_of() -> None:
-    functions = [f"{HERE}:add", f"{HERE}:look_up"]
+    functions = [f"{HERE}:add", f"{HERE}:look_up", f"{HERE}:hint"]
     pool = EnvironmentPool(EnvironmentConfig(environment="tools", options={"functions": functions}))
     try:
         said: queue.Queue[Any] = queue.Queue()
@@ -139,11 +139,19 @@ def test_tools_are_called_and_told_of() -> None:
             pool.step(1, answer, lambda found, error: said.put(found or error))
             return said.get(timeout=30)
 
-        pool.reset(1, PROMPT, lambda found, error: said.put(found or error))
+        pool.reset(1, Prompt(index=0, text="p", truth="ab"), lambda found, error: said.put(found or error))
         about = said.get(timeout=30)["tools"]
-        assert [tool["function"]["name"] for tool in about] == ["add", "look_up"]
+        assert [tool["function"]["name"] for tool in about] == ["add", "look_up", "hint"]
         assert about[0]["function"]["description"] == "Adds two numbers."
         assert about[0]["function"]["parameters"]["required"] == ["a"]
+        place = {"place": {"title": "Place", "type": "integer"}}
+        assert (
+            about[2]["function"]["parameters"] | {"properties": place, "required": ["place"]}
+            == (about[2]["function"]["parameters"])
+        )
+        assert "$defs" not in about[2]["function"]["parameters"]
+        told = ask('<tool_call>{"name": "hint", "arguments": {"place": 1, "task": "mine"}}</tool_call>')
+        assert told["observation"] == [{"role": "tool", "content": "b"}]
         both = ask(
             'Let me see. <tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
             '<tool_call>\n{"name": "look_up", "arguments": {"word": "gate"}}\n</tool_call>'
@@ -154,7 +162,7 @@ def test_tools_are_called_and_told_of() -> None:
         ]
         wrong = {
             "{": "a call is JSON",
-            '{"name": "subtract"}': "there are add, look_up",
+            '{"name": "subtract"}': "there are add, look_up, hint",
             '{"name": "add", "arguments": {"a": "x"}}': "a: Input should be a valid integer",
             '{"name": "look_up", "arguments": {"word": "nothing"}}': "raised KeyError",
         }
