@@ -34,7 +34,7 @@ from penstock.protocols.agent_line import (
     loaded,
     settled,
 )
-from penstock.protocols.experience import Finish, Prompt, Purpose, as_bytes
+from penstock.protocols.experience import Branches, Finish, Prompt, Purpose, as_bytes
 from penstock.protocols.keys import ClientKeys
 from penstock.protocols.mailbox import LATE_S, DeadlineError, answer_to
 
@@ -148,12 +148,14 @@ class _Asked:
         metrics: Mapping[str, float] | None,
         turn_rewards: Mapping[int | str, float] | None,
         truncated: bool,
+        branches: Branches,
     ) -> m.AgentFinish:
         by_name = {str(turn): value for turn, value in (turn_rewards or {}).items()}
         measured = dict(metrics or {})
         return m.AgentFinish(
-            session=self.id, reward=reward, metrics=measured, turn_rewards=by_name, truncated=truncated
-        )
+            session=self.id, reward=reward, metrics=measured, turn_rewards=by_name, truncated=truncated,
+            branches=branches,
+        )  # fmt: skip
 
 
 class AgentSession(_Asked):
@@ -185,11 +187,14 @@ class AgentSession(_Asked):
         metrics: Mapping[str, float] | None = None,
         turn_rewards: Mapping[int | str, float] | None = None,
         truncated: bool = False,
+        branches: Branches = "shared",
     ) -> None:
         """Done. ``reward`` says how good it was, beside what its turns were worth: ``turn_rewards`` as by `reward`.
         Without any of them the run's reward functions say it. The mean of each of ``metrics`` is in the step's metrics,
-        as ``agent/NAME``. ``truncated``: it was cut off, for want of room or of turns."""
-        self._line.say(self._finish(reward, metrics, turn_rewards, truncated), SAY_S)
+        as ``agent/NAME``. ``truncated``: it was cut off, for want of room or of turns.
+        ``branches`` ``own``: each branch is an answer of its own, as of one player of several, worth ``reward`` and
+        what its own turns were."""
+        self._line.say(self._finish(reward, metrics, turn_rewards, truncated, branches), SAY_S)
         self.forget()
 
     def abandon(self, reason: str = "given up by its agent") -> None:
@@ -284,9 +289,10 @@ class AsyncAgentSession(_Asked):
         metrics: Mapping[str, float] | None = None,
         turn_rewards: Mapping[int | str, float] | None = None,
         truncated: bool = False,
+        branches: Branches = "shared",
     ) -> None:
         """See `AgentSession.finish`."""
-        await self._line.say_async(self._finish(reward, metrics, turn_rewards, truncated), SAY_S)
+        await self._line.say_async(self._finish(reward, metrics, turn_rewards, truncated, branches), SAY_S)
         self.forget()
 
     async def abandon(self, reason: str = "given up by its agent") -> None:

@@ -15,6 +15,9 @@ from penstock.protocols.chat import as_chat, as_tools, said
 from penstock.protocols.routing import no_routing
 
 Finish = Literal["stop", "length"]
+Branches = Literal["shared", "own"]
+"""What each branch of an agent's session is worth: all of it, as one answer, or its own turns alone, as an answer of
+its own."""
 Purpose = Literal["train", "eval"]
 """What a group is for. Groups of both live the same life; those for evaluation are never trained on."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.protocols.experience import Bytes, Finish, Prompt, Purpose, Sampling
+from penstock.protocols.experience import Branches, Bytes, Finish, Prompt, Purpose, Sampling
 from penstock.protocols.messages.base import Message
 
 NOTE = "note"
@@ -199,6 +199,7 @@ class AgentFinish(Message):
     """As of `AgentReward`, of several turns by number or id."""
     truncated: bool = False
     """It was cut off: its last turn had no room for another, or there was none left."""
+    branches: Branches = "shared"
 
 
 class AgentAbandon(Message):

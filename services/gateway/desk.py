@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from penstock.protocols.experience import Group
+from penstock.protocols.experience import Branches, Group
 from penstock.protocols.mailbox import RefusedError
 from penstock.protocols.messages import Lease, Message
 from penstock.services.data.picture_files import MOST_OF_GROUP
@@ -270,7 +270,7 @@ class Desk:
 
     async def finish(
         self, id: str, reward: float | None, metrics: Mapping[str, float] | None = None,
-        rewards: Mapping[str, float] | None = None, truncated: bool = False,
+        rewards: Mapping[str, float] | None = None, truncated: bool = False, branches: Branches = "shared",
     ) -> None:  # fmt: skip
         """The agent is done, or was cut off (``truncated``); ``rewards`` are of turns, by their names. Without any the
         reward functions say how good it was. Said again, it is true."""
@@ -283,7 +283,7 @@ class Desk:
                 held = await self.find(id)
                 read = self._reads(held.work.lease.source)
                 how = said_at_the_end(held, reward, metrics or {}, rewards or {}, read)
-                await self._settle(held, how | {"truncated": truncated})
+                await self._settle(held, how | {"truncated": truncated, "branches": branches})
                 self._ended.add(held.id, held.owner)
 
     # --- inside ------------------------------------------------------------------------------------------------------

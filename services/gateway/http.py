@@ -14,7 +14,7 @@ from fastapi.security import APIKeyHeader, HTTPBearer
 from pydantic import ConfigDict, Field
 from starlette.exceptions import HTTPException
 
-from penstock.protocols.experience import FLOAT32_MAX
+from penstock.protocols.experience import FLOAT32_MAX, Branches
 from penstock.protocols.messages.agents import MOST_WAIT_S
 from penstock.services.gateway.access import WHO, Access
 from penstock.services.gateway.address import in_path, let_in, shown_in
@@ -69,6 +69,8 @@ class Finished(Body):
     """What single turns were worth, by number or id."""
     truncated: bool = False
     """It was cut off: there was no room, or no turn was left."""
+    branches: Branches = "shared"
+    """``own``: each branch is an answer of its own, worth what its own turns were."""
 
 
 class Abandoned(Body):
@@ -155,7 +157,8 @@ def _session_routes(desk: Desk) -> APIRouter:
     @routes.post("/v1/sessions/{session}/finish")
     async def finish(session: str, said: Finished) -> dict[str, str]:
         """The agent is done."""
-        await desk.finish(session, said.reward, said.metrics, said.turn_rewards, said.truncated)
+        how = said.metrics, said.turn_rewards, said.truncated, said.branches
+        await desk.finish(session, said.reward, *how)
         return {"session": session, "state": "finished"}
 
     @routes.post("/v1/sessions/{session}/abandon")

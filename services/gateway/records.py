@@ -1,7 +1,7 @@
 """What the broker keeps of a session for a gateway that takes it over, and how that becomes a session again.
 
 session.PLACE           {life, spared, opened, owner, beats}, and once it has ended {reward, failure, metrics, unheard,
-                        turn_rewards, truncated}
+                        turn_rewards, truncated, branches}
 picture.DIGEST          a file that some of the group's sessions show
 note.PLACE.TURN         {asked, life, parent, given, added, told, stop, calls}: what was asked, as far as its parent has
                         not

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.protocols.experience import Finish, Trajectory
+from penstock.protocols.experience import ALONE, Branches, Finish, Trajectory
 from penstock.services.data.picture_files import MOST_OF_GROUP
 from penstock.services.gateway.pictures import digests
 from penstock.services.turns.answers import Answer
@@ -135,7 +135,8 @@ class Session:
     metrics: dict[str, float] = field(default_factory=dict)
     """What its agent has measured."""
     truncated: bool = False
-    """Its newest branch was cut off, its agent says."""
+    """Its newest branch was cut off, its agent says; all, where they are answers of their own."""
+    branches: Branches = "shared"
     files: dict[str, bytes] = field(default_factory=dict)
     """By digest, what its turns show, those too that have no answer yet."""
     room: int = MOST_OF_GROUP
@@ -163,6 +164,7 @@ class Session:
         ``failure``; see `records`."""
         self.ended, self.reward, self.failure = True, how["reward"], how["failure"]
         self.metrics, self.truncated = how.get("metrics", {}), how.get("truncated", False)  # of older code
+        self.branches = how.get("branches", "shared")
         for turn in self.turns.values():
             turn.reward = how.get("turn_rewards", {}).get(str(turn.number))
 
@@ -221,10 +223,10 @@ class Session:
     ) -> list[Trajectory]:  # fmt: skip
         """One for each branch, in the order of their last turns; one without a turn where there is none. ``prompt``,
         which shows ``pictures``: what stands for a session in which nothing was said. Each branch is worth what the
-        session is: each turn's reward lies on the turn, where it is trained on, and all that is left on the branch's
-        last token."""
+        session is, or its own turns (`Branches`): each turn's reward lies on the turn, where it is trained on, and all
+        that is left on the branch's last token."""
         trained: set[int] = set()
-        of_turns = math.fsum(turn.reward or 0.0 for turn in self.turns.values())
+        alone = self.branches == "own"
         found = []
         leaves = self._leaves()
         for leaf in leaves:
@@ -235,14 +237,15 @@ class Session:
             mine = {turn.number for turn in path} - trained
             trained |= mine
             tokens, own = self.tokens(leaf), [turn.reward or 0.0 for turn in path if turn.number in mine]
-            elsewhere = of_turns - math.fsum(own)
+            worth = path if alone else self.turns.values()
+            elsewhere = math.fsum(turn.reward or 0.0 for turn in worth) - math.fsum(own)
             rewards = placed(parts, [*own[:-1], math.fsum([own[-1], self.reward, elsewhere])])
             words = tuple(decode(turn.answer.tokens.tolist()) for turn in path)
             text = decode(tokens[len(path[0].given) :].tolist())
             shown = self.pictures(leaf)
-            finish: Finish = "length" if self.truncated and leaf is leaves[-1] else leaf.answer.finish
+            finish: Finish = "length" if self.truncated and (alone or leaf is leaves[-1]) else leaf.answer.finish
             made = join(parts, text, finish, rewards, words, self.failure, greedy, pictures=shown)
-            found.append(replace(made, session=self.place, metrics=self.metrics))
+            found.append(replace(made, session=ALONE if alone else self.place, metrics=self.metrics))
         if not found:
             failure = self.failure or "its agent has had no turn"
             nothing = np.zeros(len(prompt), np.float32)

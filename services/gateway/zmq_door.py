@@ -153,7 +153,7 @@ class ZmqDoor:
             await desk.reward(message.session, message.reward, message.turn)
             return m.Ack()
         if isinstance(message, m.AgentFinish):
-            how = message.metrics, message.turn_rewards, message.truncated
+            how = message.metrics, message.turn_rewards, message.truncated, message.branches
             await desk.finish(message.session, message.reward, *how)
             return m.Ack()
         if isinstance(message, m.AgentAbandon):

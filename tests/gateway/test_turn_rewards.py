@@ -54,27 +54,33 @@ def ending(house: House, number: int = 0) -> Any:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.integers(0, 2**32), st.integers(1, 25), st.integers(-8, 8), st.booleans(),
+    st.integers(0, 2**32), st.integers(1, 25), st.integers(-8, 8), st.booleans(), st.booleans(),
     st.lists(st.none() | st.integers(-8, 8), min_size=25, max_size=25),
 )  # fmt: skip
 def test_a_session_is_worth_its_turns_and_its_end_however_it_branches(
-    seed: int, turns: int, end: int, cut: bool, worth: list[int | None]
+    seed: int, turns: int, end: int, cut: bool, own: bool, worth: list[int | None]
 ) -> None:
     rng, session = random.Random(seed), Session(3)
     for _ in range(turns):
         grown(session, rng.choice([None, *session.turns.values()]), rng, "ab")
     said = {turn.number: value / 4 for turn in session.turns.values() if turn.wanted and (value := worth[turn.number])}
     by_name = {str(number): value for number, value in said.items()}
-    session.end({"reward": end / 4, "failure": "", "turn_rewards": by_name, "truncated": cut})
+    how = {"truncated": cut, "branches": "own" if own else "shared"}
+    session.end({"reward": end / 4, "failure": "", "turn_rewards": by_name} | how)
     leaves, total = session._leaves(), end / 4 + sum(said.values())
     made = session.trajectories(lambda tokens: "", np.zeros(1, np.int32), greedy=False)
     if not leaves:
         assert [t.rewards.sum() for t in made] == [0] and made[0].failure
         return
-    assert [t.finish for t in made] == ["stop"] * (len(leaves) - 1) + ["length" if cut else "stop"]
+    others = ["length" if cut and own else "stop"] * (len(leaves) - 1)
+    assert [t.finish for t in made] == [*others, "length" if cut else "stop"]
     column = np.array([t.rewards.sum() for t in made], np.float32)
     sessions = sessions_of([t.session for t in made])
-    assert column.tolist() == [total] * len(leaves) and mean_by_session(column, sessions).tolist() == [total]
+    if own:
+        mine = [end / 4 + sum(said.get(turn.number, 0.0) for turn in session.path(leaf)) for leaf in leaves]
+        assert column.tolist() == mean_by_session(column, sessions).tolist() == mine
+    else:
+        assert column.tolist() == [total] * len(leaves) and mean_by_session(column, sessions).tolist() == [total]
     found: dict[int, float] = {}
     for leaf, trajectory in zip(leaves, made, strict=True):
         path = session.path(leaf)
@@ -161,6 +167,7 @@ def refusals(path: str, other: str) -> Iterator[tuple[str, dict[str, Any] | str,
         yield f"{path}/finish", {"reward": 1, "turn_rewards": {str(turn): 1}}, unknown
     for number in ("NaN", "Infinity", "-1e39", '"1"x', "null"):
         yield f"{path}/reward", f'{{"reward": {number}}}', invalid
+    yield f"{path}/finish", {"reward": 1, "branches": "both"}, invalid
     yield f"{path}/finish", '{"turn_rewards": {"0": NaN}}', invalid
     for turn in ("true", "-1", "1.5", "[0]"):
         yield f"{path}/reward", f'{{"reward": 1, "turn": {turn}}}', invalid
@@ -205,13 +212,15 @@ def test_over_zeromq_a_turn_is_rewarded_too(house: House) -> None:
                     await session.reward(number)
                 with pytest.raises(AgentRefusedError, match="no finite number"):
                     await session.finish(turn_rewards={0: number})
-            await session.finish(turn_rewards={second.turn: 0.0, f"msg_{session.id}-1": 0.125}, truncated=True)
+            worth = {second.turn: 0.0, f"msg_{session.id}-1": 0.125}
+            await session.finish(turn_rewards=worth, truncated=True, branches="own")
             with pytest.raises(AgentRefusedError, match="is finished") as late:
                 await session.reward(1.0)
             assert (late.value.status, late.value.code) == (409, "session_ended")
 
     by_zeromq(house, agent)
-    assert [lying(t) for t in group(house).trajectories] == [{0: -0.5, 1: 0.125}] and ending(house)["truncated"]
+    assert [lying(t) for t in group(house).trajectories] == [{0: -0.5, 1: 0.125}]
+    assert (ending(house)["truncated"], ending(house)["branches"]) == (True, "own")
 
 
 def test_nobody_else_rewards_a_session(house: House) -> None:
