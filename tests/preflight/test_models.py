@@ -163,7 +163,7 @@ def begun(policy: Path, template: str | None, **prompt: Any) -> tuple[str, Repor
     with report.collect():
         task = Prompt(index=0, **({"messages": ASKED} | prompt))
         found = {"prompt": None, "pictures": (), "tools": tools}
-        environment._encode(config, config.rollout.environment, task, found, report)
+        environment._encode(config, config.rollout.environment, environment.key_of(""), task, found, report)
     return "\n".join(report.problems), report
 
 
