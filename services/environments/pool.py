@@ -54,9 +54,11 @@ class EnvironmentPool:
         self._open[session] = Past()
         self._ask("reset", session, prompt.model_dump(), answered)
 
-    def step(self, session: int, answer: str, answered: Answered, finish: Finish = "stop") -> None:
-        """Tells it what the policy said, and how that ended."""
-        self._ask("step", session, {"answer": answer, "finish_reason": finish}, answered)
+    def step(
+        self, session: int, answer: str, answered: Answered, finish: Finish = "stop", thinking: bool = False
+    ) -> None:
+        """Tells it what the policy said, and how that ended; ``thinking``: the template had begun a thought."""
+        self._ask("step", session, {"answer": answer, "finish_reason": finish, "thinking": thinking}, answered)
 
     def end(self, session: int) -> None:
         """Forgets it."""

@@ -35,7 +35,7 @@ class Sessions:
         methods = (getattr(self._make, name, None) for name in ("reset", "step", "close"))
         self.is_async = any(inspect.iscoroutinefunction(method) for method in methods)
         self.timeout_s, self._options = program["timeout_s"], program["options"]
-        self._tells_finish = "finish_reason" in inspect.signature(step).parameters
+        self._tells = [name for name in ("finish_reason", "thinking") if name in inspect.signature(step).parameters]
         self._open: dict[int, Any] = {}
 
     def start(self, arguments: dict[str, Any]) -> Any:
@@ -66,8 +66,7 @@ class Sessions:
         if made is None:
             return LOST, {LOST: True}, None
         if op == "step":
-            finish = {"finish_reason": given["finish_reason"]} if self._tells_finish else {}
-            return op, made.step(given["answer"], **finish), made
+            return op, made.step(given["answer"], **{name: given[name] for name in self._tells}), made
         del self._open[session]
         return op, getattr(made, "close", lambda: None)(), made
 

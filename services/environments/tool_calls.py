@@ -16,9 +16,10 @@ _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
-def calls_in(answer: str, form: Form, schemas: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def calls_in(answer: str, form: Form, schemas: Mapping[str, Mapping[str, Any]], thinking: bool = False) -> list[str]:
     """Each as JSON, ``{"name": …, "arguments": {…}}``, or as it was written where it cannot be read. What was only
-    thought, up to ``</think>``, calls nothing. ``schemas``: of the tools' arguments, by name; in XML all is text.
+    thought, up to ``</think>``, calls nothing; ``thinking``: the template has begun a thought. ``schemas``: of the
+    tools' arguments, by name; in XML all is text.
 
     >>> calls_in('{"name": "add", "parameters": {"a": 1}}', "json", {})
     ['{"name": "add", "arguments": {"a": 1}}']
@@ -26,13 +27,13 @@ def calls_in(answer: str, form: Form, schemas: Mapping[str, Mapping[str, Any]]) 
     ['{"name": "add", "arguments": {"a": 1}}']
     """
     if form == "json":
-        return _in_json(answer) or _in_json(aloud(answer))
-    found = between_tags(aloud(answer))[1]
+        return ([] if thinking else _in_json(answer)) or _in_json(aloud(answer, thinking))
+    found = between_tags(aloud(answer, thinking))[1]
     return found if form == "hermes" else [_of_xml(text, schemas) for text in found]
 
 
 def as_called(
-    answer: str, form: Form, results: Sequence[Mapping[str, str]], turn: int
+    answer: str, form: Form, results: Sequence[Mapping[str, str]], turn: int, thinking: bool = False
 ) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """``answer``, the one of this ``turn``, as a message with a call for each of the tools' ``results``, and these with
     its ids, of nine letters: some chat templates refuse a result of which they do not know whose it is.
@@ -42,7 +43,7 @@ def as_called(
     >>> asked["tool_calls"][0]["function"]["name"], told
     ('add', [{'role': 'tool', 'content': '3', 'tool_call_id': '0001c0000'}])
     """
-    found = calls_in(answer, form, {})
+    found = calls_in(answer, form, {}, thinking)
     calls: list[dict[str, Any]] = []
     told: list[dict[str, str]] = []
     for message in map(dict, results):

@@ -61,9 +61,9 @@ class Tools:
         """What the functions may ask for."""
         self._task = prompt
 
-    async def step(self, answer: str) -> Turn:
+    async def step(self, answer: str, thinking: bool = False) -> Turn:
         """See docs/environments.md."""
-        calls = calls_in(answer, self._box.config.tool_calls, self._box.arguments)
+        calls = calls_in(answer, self._box.config.tool_calls, self._box.arguments, thinking)
         if not calls:
             return Turn(done=True)
         most, longest = self._box.config.calls, self._box.config.longest

@@ -196,7 +196,9 @@ class Policy:
         turn = Turn(number, None if parent is None else parent.number, given, answer, said, told)
         turn.asked, turn.prompt_tokens = asked, len(prompt)
         tools = told if calls else ""
-        turn.message, turn.stopped_by = self._replies.message(work.lease, session.place, number, answer, tools, stop)
+        turn.message, turn.stopped_by = self._replies.message(
+            work.lease, session.place, number, answer, tools, stop, given
+        )  # fmt: skip
         turn.said, turn.pictures = [*said, canonical(turn.message)], pictures
         if held.life == session.life and not session.ended:
             session.turns[number] = turn

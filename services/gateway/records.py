@@ -126,7 +126,7 @@ def _restore_turn(work: Work, session: Session, key: TurnKey, replies: Replies) 
     answer = unpack_answer(lease.records[key.answer_record].tobytes())
     told, stop = note["told"], note.get("stop", ())  # notes of older code say nothing of stops, nor of calls
     tools = told if note.get("calls", True) else ""
-    message, stopped_by = replies.message(lease, session.place, number, answer, tools, stop)
+    message, stopped_by = replies.message(lease, session.place, number, answer, tools, stop, note["given"])
     parent = None if note["parent"] == NOBODY else session.turns[note["parent"]]
     if "said" in note:  # notes of older code have all of the conversation
         said = json.loads(note["said"])

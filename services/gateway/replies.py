@@ -7,11 +7,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from penstock.protocols.messages import Lease
 from penstock.services.turns import library_parsers
 from penstock.services.turns.answers import Answer
 from penstock.services.turns.tokenizer import Tokenizer
-from penstock.services.turns.tool_calls import TEMPLATE, VLLM, Call, Parser, Said, by_text, careful
+from penstock.services.turns.tool_calls import HERMES, TEMPLATE, VLLM, Call, Parser, Said, by_text, careful, hermes
 
 KEY = "gateway.tool_calls"
 
@@ -23,15 +25,24 @@ class Replies:
         self._text, self._parser = text, careful(_parser(tool_calls, text))
 
     def message(
-        self, lease: Lease, place: int, turn: int, answer: Answer, tools: str, stops: Sequence[str] = ()
+        self,
+        lease: Lease,
+        place: int,
+        turn: int,
+        answer: Answer,
+        tools: str,
+        stops: Sequence[str] = (),
+        given: np.ndarray | None = None,
     ) -> tuple[dict[str, Any], str]:
         """With the calls that the policy asks for, where it was told of ``tools`` (JSON); their ids follow from the
-        turn. Its text ends before the first of ``stops``, which is told too; empty: there was none."""
+        turn. Its text ends before the first of ``stops``, which is told too; empty: there was none. ``given``: what
+        stands before the answer."""
         tokens = answer.tokens.tolist()
         content = self._text.decode([tokens])[0]
         calls: list[Call] = []
         if tools:
-            content, calls = self._parser(Said(content, self._text.decode_marked(tokens), tools))
+            thinking = given is not None and self._text.begins_thought(given)
+            content, calls = self._parser(Said(content, self._text.decode_marked(tokens), tools, thinking))
         stop = min((each for each in stops if each in content), key=content.index, default="")
         message: dict[str, Any] = {"role": "assistant", "content": content.partition(stop)[0] if stop else content}
         if calls:
@@ -74,5 +85,7 @@ def _parser(name: str, text: Tokenizer) -> Parser:
         return library_parsers.of_template(text, KEY)
     if name.startswith(VLLM):
         return library_parsers.of_vllm(name.removeprefix(VLLM), text, KEY)
+    if name == HERMES:
+        return lambda said: hermes(said.text, said.thinking)
     find = by_text(name, KEY)
     return lambda said: find(said.text)

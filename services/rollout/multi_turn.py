@@ -143,7 +143,7 @@ class MultiTurn:
         session.parts.append(result)
         session.answered = len(session.pictures)
         answer = self._text.decode([result.tokens.tolist()])[0]
-        self._pool.step(session.number, answer, self._hear(session, "step"), result.finish)
+        self._pool.step(session.number, answer, self._hear(session, "step"), result.finish, self._thought(session))
         return None
 
     def heard(self, event: object) -> Made | None:
@@ -227,13 +227,18 @@ class MultiTurn:
             return self._end(session, failure=f"an observation cannot be used: {error}")
         return self._generate(session)
 
+    def _thought(self, session: _Session) -> bool:
+        """The template had begun a thought before the last answer."""
+        given = session.parts[-2]
+        return isinstance(given, np.ndarray) and self._text.begins_thought(given)
+
     def _observed(self, session: _Session, said: Any, last: Completion, pictures: Sequence[bytes]) -> np.ndarray:
         """int32 ``[tokens]`` of what is ``said`` to the answer ``last``."""
         answer = None
         if session.chat and not isinstance(said, str) and any(message["role"] == "tool" for message in said):
             form = self._config.tools.tool_calls if self._config.tools else "hermes"
             words = self._text.decode([last.tokens.tolist()])[0]
-            answer, said = as_called(words, form, said, len(session.turns))
+            answer, said = as_called(words, form, said, len(session.turns), self._thought(session))
         return self._text.observe(said, session.chat, int(last.tokens[-1]), answer, pictures)
 
     def _too_long(self, said: Any) -> str:

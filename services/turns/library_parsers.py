@@ -49,7 +49,7 @@ def of_vllm(name: str, text: Tokenizer, key: str) -> Parser:
     def parse(said: Said) -> tuple[str, list[Call]]:
         tools = json.loads(said.tools) if said.tools else []
         request = protocol.ChatCompletionRequest(messages=[], model="", tools=tools or None)
-        thoughts, words = behind_thoughts(said.marked)  # which vLLM's own server has another parser for
+        thoughts, words = behind_thoughts(said.marked, said.thinking)  # which vLLM's own server has another parser for
         found = made(plain, request.tools).extract_tool_calls(words, request)
         if not found.tools_called:
             return said.text, []

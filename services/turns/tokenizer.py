@@ -22,6 +22,7 @@ from penstock.services.modeling.answer_end import (
 )
 from penstock.services.modeling.load import load_tokenizer
 from penstock.services.modeling.pictures import PictureReader
+from penstock.services.turns.tool_calls import THINK
 
 Message = Mapping[str, Any]
 """Of a chat: ``role`` and ``content``, and for some templates more."""
@@ -30,6 +31,8 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _ARGUMENT = "penstock calls"
 """Stands for what a tool is called with, to see what a template puts behind it."""
 
+MOST_OF_TAG = 16
+"""Tokens of a tag and the space behind it."""
 UNTOLD = "pictures are told by a chat template, and the tokenizer has none: give model.chat_template"
 MOST_CHARACTERS = 32
 """For each token that there may be; text has four or five."""
@@ -314,6 +317,12 @@ class Tokenizer:
         """The text of a turn with its special tokens, but for the one that ends it."""
         ended = bool(row) and row[-1] in self._tokenizer.all_special_ids
         return self._tokenizer.decode(row[:-1] if ended else row, skip_special_tokens=False)
+
+    def begins_thought(self, given: np.ndarray) -> bool:
+        """What stands before an answer, ``given``, ends with a thought's beginning, as templates of models have it that
+        always think."""
+        end = self._tokenizer.decode(given[-MOST_OF_TAG:].tolist(), skip_special_tokens=False)
+        return end.rstrip().endswith(THINK)
 
     @property
     def has_response_template(self) -> bool:

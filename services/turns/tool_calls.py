@@ -37,6 +37,8 @@ class Said:
     """With them, but for the one that ends the turn."""
     tools: str
     """As JSON: a list, as chat completions have it."""
+    thinking: bool = False
+    """The template has begun a thought: it is one up to ``</think>``."""
 
 
 Parser = Callable[[Said], tuple[str, list[Call]]]
@@ -58,9 +60,9 @@ def between_tags(text: str) -> tuple[str, list[str]]:
     return "".join([*outside, text[end:]]), inside
 
 
-def thoughts_apart(text: str) -> list[tuple[bool, str]]:
+def thoughts_apart(text: str, thinking: bool = False) -> list[tuple[bool, str]]:
     """The parts of an answer, and of each whether it was only thought: up to ``</think>``, also where the template has
-    begun the first thoughts. Those that stand in a call are the call's.
+    begun the first thoughts (``thinking``: it certainly has). Those that stand in a call are the call's.
 
     >>> thoughts_apart("Add? </think>Well.<think>No.</think> 3")
     [(True, 'Add? </think>'), (False, 'Well.'), (True, '<think>No.</think>'), (False, ' 3')]
@@ -68,7 +70,9 @@ def thoughts_apart(text: str) -> list[tuple[bool, str]]:
     parts: list[tuple[bool, str]] = []
     begun, ended = 0, text.find(UNTHINK)
     before = text[: max(ended, 0)]
-    if ended >= 0 and THINK not in before and before.count(OPEN) == before.count(CLOSE):
+    if thinking and ended < 0:
+        return [(True, text)] if text else []
+    if thinking or (ended >= 0 and THINK not in before and before.count(OPEN) == before.count(CLOSE)):
         begun = ended + len(UNTHINK)
         parts.append((True, text[:begun]))
     thought, call = text.find(THINK, begun), text.find(OPEN, begun)
@@ -91,26 +95,26 @@ def _behind(tag: str, text: str, start: int) -> int:
     return len(text) if found < 0 else found + len(tag)
 
 
-def behind_thoughts(text: str) -> tuple[str, str]:
+def behind_thoughts(text: str, thinking: bool = False) -> tuple[str, str]:
     """The thoughts that an answer begins with, empty where there are none, and all behind them."""
-    said = itertools.dropwhile(lambda part: part[0] or part[1].isspace(), thoughts_apart(text))
+    said = itertools.dropwhile(lambda part: part[0] or part[1].isspace(), thoughts_apart(text, thinking))
     behind = "".join(part for _, part in said)
     return text.removesuffix(behind), behind
 
 
-def aloud(text: str) -> str:
+def aloud(text: str, thinking: bool = False) -> str:
     """An answer without what was only thought."""
-    return "".join(part for thought, part in thoughts_apart(text) if not thought)
+    return "".join(part for thought, part in thoughts_apart(text, thinking) if not thought)
 
 
-def hermes(text: str) -> tuple[str, list[Call]]:
+def hermes(text: str, thinking: bool = False) -> tuple[str, list[Call]]:
     """Calls between ``<tool_call>`` and ``</tool_call>``, as JSON, but for those that were only thought of. Where one
     is not sound, all of it is text.
 
     >>> hermes('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     ('Let me see.', [Call(name='add', arguments={'a': 1})])
     """
-    parts = [(part, []) if thought else between_tags(part) for thought, part in thoughts_apart(text)]
+    parts = [(part, []) if thought else between_tags(part) for thought, part in thoughts_apart(text, thinking)]
     left, calls = "".join(part for part, _ in parts), []
     for each in (call for _, found in parts for call in found):
         try:
@@ -129,7 +133,8 @@ def plain(text: str) -> tuple[str, list[Call]]:
     return text, []
 
 
-PARSERS = {"hermes": hermes, "none": plain}
+HERMES = "hermes"
+PARSERS = {HERMES: hermes, "none": plain}
 TEMPLATE, VLLM = "template", "vllm:"
 """Names of libraries' parsers: the tokenizer's own; and what vLLM's begin with."""
 

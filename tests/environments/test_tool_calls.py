@@ -42,6 +42,14 @@ def test_calls_are_found_in_what_is_said_aloud(form: Form, said: str, calls: lis
     assert [json.loads(call) for call in calls_in(said, form, SCHEMAS)] == calls
 
 
+@pytest.mark.parametrize(
+    ("form", "call"), [("hermes", f"<tool_call>{LLAMA}</tool_call>"), ("xml", XML), ("json", LLAMA)]
+)
+def test_a_thought_that_the_template_has_begun_calls_nothing(form: Form, call: str) -> None:
+    for said, calls in ((f"first <tool_call></think>{call}", 1), (f"maybe {call}", 0), (call, 0)):
+        assert len(calls_in(said, form, SCHEMAS, thinking=True)) == calls
+
+
 @pytest.mark.parametrize("form", ["hermes", "xml"])
 def test_what_cannot_be_read_stays_as_it_was_written(form: Form) -> None:
     assert calls_in("<tool_call>days(1)</tool_call>", form, SCHEMAS) == ["days(1)"]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import string
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.protocols.experience import as_bytes
 from penstock.services.environments.tools import Tools
 from penstock.services.gateway.formats import Forms
@@ -53,6 +56,17 @@ def test_what_was_only_thought_calls_nothing_and_stays(
     found = (text, []) if left is None else ((thoughts + left).strip(), [Call("add", {})])
     assert replies._parser(Said(text, text, json.dumps(TOOLS))) == found
     assert behind_thoughts(text) == (thoughts, rest)
+
+
+@pytest.mark.parametrize("thoughts", ["I write <tool_call> first.</think>", "Well.", f"<think>{spoken('{}')}", ""])
+def test_where_the_template_has_begun_a_thought_it_goes_on_to_its_end(tmp_path: Path, thoughts: str) -> None:
+    make_tokenizer(set(string.printable)).save_pretrained(tmp_path)
+    text = Tokenizer(str(tmp_path))
+    replies, begun = Replies(text, "hermes"), text._tokenize("a<think>\n")
+    said = thoughts + spoken("{}")
+    found = replies._parser(Said(said, said, json.dumps(TOOLS), thinking=text.begins_thought(np.array(begun))))
+    assert found == ((thoughts, [Call("add", {})]) if "</think>" in said else (said, []))
+    assert not text.begins_thought(np.array(text._tokenize("<think>a</think>\n")))
 
 
 def test_whether_an_answer_has_its_form_is_seen_behind_its_thoughts() -> None:

@@ -339,11 +339,12 @@ def test_tools_of_a_server_and_python_are_told_of_called_and_read(tmp_path: Path
     table.text._tokenizer.chat_template = (
         "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
         + CALLED
-        + CHAT.replace("<eos>", CALLS + "<eos>")
+        + CHAT.replace("<eos>", CALLS + "<eos>").replace("<assistant>", "<assistant><think>")
     )
-    python = '<tool_call>{"name": "python", "arguments": {"code": "6 * 7"}}</tool_call>'
+    python = 'a <tool_call> now.</think><tool_call>{"name": "python", "arguments": {"code": "6 * 7"}}</tool_call>'
+    maybe = 'or <tool_call>{"name": "look"}</tool_call>'  # cut off in its thoughts
     table.engine = table.maker._engine = engine = Scripted(  # type: ignore[assignment]
-        table.text, python + '<tool_call>{"name": "look"}</tool_call>', "it is 42."
+        table.text, python + '<tool_call>{"name": "look"}</tool_call>', maybe
     )
     asks = Prompt(index=0, messages=[{"role": "user", "content": "what is it?"}])
     try:
@@ -353,7 +354,7 @@ def test_tools_of_a_server_and_python_are_told_of_called_and_read(tmp_path: Path
         server.shutdown(), server.server_close()
     first, second = engine.read
     assert first.startswith("python look <user>what is it?") and second.startswith(first + python)
-    assert second.endswith("<tool>42\n\n<tool>session-0\n<assistant>")
+    assert second.endswith("<tool>42\n\n<tool>session-0\n<assistant><think>")
     (told,) = group(found).trajectories
     assert not told.failure
-    assert told.turns == (python + '<tool_call>{"name": "look"}</tool_call>', "it is 42.")
+    assert told.turns == (python + '<tool_call>{"name": "look"}</tool_call>', maybe)
