@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 
 from penstock.services.gateway.asking import Listed, Never, Several, Told, Tool, plain
 from penstock.services.gateway.formats import Form, Wanted
-from penstock.services.gateway.replies import Replies
+from penstock.services.gateway.replies import THOUGHTS, Replies
 from penstock.services.gateway.session import Turn
 
 FINISH = {"stop": "stop", "length": "length"}
@@ -80,7 +80,7 @@ def completion(
     """The answer, whole. ``penstock`` says which turns these are, and of which versions."""
     choices = []
     for index, turn in enumerate(turns):
-        message = {"refusal": None, **turn.message, "content": turn.message["content"] or None}
+        message = {"refusal": None, **turn.message, "content": turn.message["content"] or None, **thoughts_of(turn)}
         choices.append(
             {
                 "index": index,
@@ -130,7 +130,7 @@ def _choices(turns: Sequence[Turn], replies: Replies, asked: ChatRequest) -> Ite
         return {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
 
     for index, turn in enumerate(turns):
-        said = {"role": "assistant", "content": turn.message["content"]}
+        said = {"role": "assistant", "content": turn.message["content"], **thoughts_of(turn)}
         yield choice(index, said, logprobs=_logprobs(turn, replies, asked))
         for place, call in enumerate(turn.message.get("tool_calls", ())):
             yield choice(index, {"tool_calls": [{"index": place, **call}]})
@@ -139,6 +139,12 @@ def _choices(turns: Sequence[Turn], replies: Replies, asked: ChatRequest) -> Ite
 
 def _logprobs(turn: Turn, replies: Replies, asked: ChatRequest) -> dict[str, Any] | None:
     return {"content": replies.logprobs(turn.answer), "refusal": None} if asked.logprobs else None
+
+
+def thoughts_of(turn: Turn) -> dict[str, str]:
+    """What the policy has only thought, where that is told apart: by both names that clients look for."""
+    thoughts = turn.message.get(THOUGHTS)
+    return {THOUGHTS: thoughts, "reasoning": thoughts} if thoughts else {}
 
 
 def finish_of(turn: Turn) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, field_validator
 
 from penstock.services.runtime.settings import Section, check_bind
@@ -44,6 +46,12 @@ class GatewayConfig(Section):
     ``template``: as the tokenizer's ``response_template`` says; ``vllm:llama3_json``: by vLLM's parser of that name;
     or a ``module:function`` of your own that takes what it said and returns the text that is left, and the calls. See
     docs/agents.md."""
+
+    thoughts: Literal["inline", "apart"] = "inline"
+    """How agents are told what an answer begins with that is only thought, up to ``</think>``: ``inline``, in its
+    content, as the policy wrote it; ``apart``, e.g. for frameworks that would read calls or code in it: as
+    ``reasoning_content`` (OpenAI's chats), items of type ``reasoning`` (responses), or ``thinking`` blocks
+    (Anthropic's messages), and the content begins behind it."""
 
     @field_validator("http")
     @classmethod

@@ -69,7 +69,7 @@ class Desk:
         self._openers, self._opened_at = 0, time.monotonic()
         """Agents that wait for a session, and when one was last asked for."""
         self._silence = Silence(config, self.abandon)
-        self.replies, self.forms = Replies(text, config.tool_calls), Forms()
+        self.replies, self.forms = Replies(text, config.tool_calls, config.thoughts == "apart"), Forms()
         self._policy = Policy(config, text, self.replies, max_length, ask, self._records)
         self._works: dict[Key, Work] = {}
         self._free: deque[tuple[Work, Session]] = deque()

@@ -12,6 +12,7 @@ from penstock.services.gateway.asking import Body, Content, Listed, Stops, conte
 from penstock.services.gateway.chat import about, dumps
 from penstock.services.gateway.formats import Form, Wanted
 from penstock.services.gateway.pictures import read_part
+from penstock.services.gateway.replies import THOUGHTS
 from penstock.services.gateway.session import Turn
 
 STOPS = {"stop": "end_turn", "length": "max_tokens"}
@@ -183,6 +184,9 @@ def events(session: str, model: str, turn: Turn, form: Form | None = None) -> It
         if block["type"] == "text":
             empty: dict[str, Any] = {"type": "text", "text": ""}
             delta = {"type": "text_delta", "text": block["text"]}
+        elif block["type"] == "thinking":
+            empty = {**block, "thinking": ""}
+            delta = {"type": "thinking_delta", "thinking": block["thinking"]}
         else:
             empty = {**block, "input": {}}
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
@@ -196,13 +200,15 @@ def events(session: str, model: str, turn: Turn, form: Form | None = None) -> It
 
 def _blocks(turn: Turn) -> list[dict[str, Any]]:
     said = turn.message
+    thoughts = said.get(THOUGHTS)
     found: list[dict[str, Any]] = [{"type": "text", "text": said["content"]}] if said["content"] else []
     for call in said.get("tool_calls", ()):
         about = call["function"]
         found.append(
             {"type": "tool_use", "id": call["id"], "name": about["name"], "input": json.loads(about["arguments"])}
         )
-    return found or [{"type": "text", "text": ""}]
+    before = [{"type": "thinking", "thinking": thoughts, "signature": ""}] if thoughts else []
+    return before + (found or [{"type": "text", "text": ""}])
 
 
 def _stop(turn: Turn) -> str:

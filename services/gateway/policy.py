@@ -20,7 +20,7 @@ from penstock.services.gateway.errors import AgentError, no_room
 from penstock.services.gateway.pictures import check_shown, digests, named
 from penstock.services.gateway.records import NOBODY, Records
 from penstock.services.gateway.replies import Replies
-from penstock.services.gateway.session import Said, Session, Turn, canonical
+from penstock.services.gateway.session import Said, Session, Turn, canonical, is_chat
 from penstock.services.gateway.work import Held, Work
 from penstock.services.turns.answers import Answer, unpack_answer
 from penstock.services.turns.joining import routed_before
@@ -197,7 +197,7 @@ class Policy:
         turn.asked, turn.prompt_tokens = asked, len(prompt)
         tools = told if calls else ""
         turn.message, turn.stopped_by = self._replies.message(
-            work.lease, session.place, number, answer, tools, stop, given
+            work.lease, session.place, number, answer, tools, stop, given, is_chat(said)
         )  # fmt: skip
         turn.said, turn.pictures = [*said, canonical(turn.message)], pictures
         if held.life == session.life and not session.ended:

@@ -24,7 +24,7 @@ from penstock.protocols.messages import Lease, Message, Note, TurnKey
 from penstock.services.gateway.errors import AgentError, refused
 from penstock.services.gateway.pictures import digests
 from penstock.services.gateway.replies import Replies
-from penstock.services.gateway.session import Session, Turn, canonical
+from penstock.services.gateway.session import Session, Turn, canonical, is_chat
 from penstock.services.gateway.work import Key, Work
 from penstock.services.turns.answers import unpack_answer
 
@@ -126,12 +126,13 @@ def _restore_turn(work: Work, session: Session, key: TurnKey, replies: Replies) 
     answer = unpack_answer(lease.records[key.answer_record].tobytes())
     told, stop = note["told"], note.get("stop", ())  # notes of older code say nothing of stops, nor of calls
     tools = told if note.get("calls", True) else ""
-    message, stopped_by = replies.message(lease, session.place, number, answer, tools, stop, note["given"])
     parent = None if note["parent"] == NOBODY else session.turns[note["parent"]]
     if "said" in note:  # notes of older code have all of the conversation
         said = json.loads(note["said"])
     else:
         said = [*(parent.said if parent else ()), *json.loads(note["added"])]
+    about = answer, tools, stop, note["given"], is_chat(said)
+    message, stopped_by = replies.message(lease, session.place, number, *about)
     turn = Turn(number, parent.number if parent else None, note["given"], answer, [*said, canonical(message)], told)
     turn.message, turn.stopped_by = message, stopped_by
     turn.asked, turn.prompt_tokens = note["asked"], (parent.size if parent else 0) + len(turn.given)

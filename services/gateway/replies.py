@@ -13,16 +13,32 @@ from penstock.protocols.messages import Lease
 from penstock.services.turns import library_parsers
 from penstock.services.turns.answers import Answer
 from penstock.services.turns.tokenizer import Tokenizer
-from penstock.services.turns.tool_calls import HERMES, TEMPLATE, VLLM, Call, Parser, Said, by_text, careful, hermes
+from penstock.services.turns.tool_calls import (
+    HERMES,
+    TEMPLATE,
+    THINK,
+    UNTHINK,
+    VLLM,
+    Call,
+    Parser,
+    Said,
+    behind_thoughts,
+    by_text,
+    careful,
+    hermes,
+)
 
 KEY = "gateway.tool_calls"
+THOUGHTS = "reasoning_content"
+"""Of a message: what was only thought, where agents are told that apart."""
 
 
 class Replies:
     """Makes an assistant's message, as OpenAI's chat completions have it, of a turn's tokens."""
 
-    def __init__(self, text: Tokenizer, tool_calls: str) -> None:
-        self._text, self._parser = text, careful(_parser(tool_calls, text))
+    def __init__(self, text: Tokenizer, tool_calls: str, apart: bool = False) -> None:
+        """``apart``: what an answer begins with and is only thought is no part of its content (`THOUGHTS`)."""
+        self._text, self._parser, self._apart = text, careful(_parser(tool_calls, text)), apart
 
     def message(
         self,
@@ -33,18 +49,25 @@ class Replies:
         tools: str,
         stops: Sequence[str] = (),
         given: np.ndarray | None = None,
+        chat: bool = True,
     ) -> tuple[dict[str, Any], str]:
         """With the calls that the policy asks for, where it was told of ``tools`` (JSON); their ids follow from the
         turn. Its text ends before the first of ``stops``, which is told too; empty: there was none. ``given``: what
-        stands before the answer."""
+        stands before the answer; it may be the text of no ``chat``, which has no thoughts apart."""
         tokens = answer.tokens.tolist()
         content = self._text.decode([tokens])[0]
         calls: list[Call] = []
+        thinking = given is not None and self._text.begins_thought(given)
         if tools:
-            thinking = given is not None and self._text.begins_thought(given)
             content, calls = self._parser(Said(content, self._text.decode_marked(tokens), tools, thinking))
         stop = min((each for each in stops if each in content), key=content.index, default="")
-        message: dict[str, Any] = {"role": "assistant", "content": content.partition(stop)[0] if stop else content}
+        content = content.partition(stop)[0] if stop else content
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if self._apart and chat:
+            thoughts, behind = behind_thoughts(content, thinking)
+            if thoughts := thoughts.strip().removeprefix(THINK).removesuffix(UNTHINK).strip():
+                message |= {THOUGHTS: thoughts}
+            message["content"] = behind.lstrip() if behind != content else content
         if calls:
             message["tool_calls"] = [
                 {

@@ -13,7 +13,7 @@ from penstock.services.gateway.asking import Body, Listed, Never, Told, Tool, pl
 from penstock.services.gateway.chat import about, dumps
 from penstock.services.gateway.errors import AgentError, what_is_wrong
 from penstock.services.gateway.formats import Form, Wanted
-from penstock.services.gateway.replies import Replies
+from penstock.services.gateway.replies import THOUGHTS, Replies
 from penstock.services.gateway.session import Said, Session, Turn
 from penstock.services.gateway.turn_names import turn_of_id
 
@@ -203,6 +203,13 @@ def _events_of(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
             {"type": "response.output_text.done", **place, "text": part["text"], "logprobs": part["logprobs"]},
             {"type": "response.content_part.done", **place, "part": part},
         ]
+    elif item["type"] == "reasoning":
+        empty, (part,) = {**item, "status": "in_progress", "content": []}, item["content"]
+        place = {**where, "content_index": 0}
+        body = [
+            {"type": "response.reasoning_text.delta", **place, "delta": part["text"]},
+            {"type": "response.reasoning_text.done", **place, "text": part["text"]},
+        ]
     else:
         empty, arguments = {**item, "status": "in_progress", "arguments": ""}, item["arguments"]
         done = {**where, "name": item["name"], "arguments": arguments}
@@ -219,6 +226,9 @@ def _items(session: str, turn: Turn, replies: Replies, asked: ResponsesRequest) 
     message, name = turn.message, f"{session}-{turn.number}"
     calls = message.get("tool_calls", ())
     found: list[dict[str, Any]] = []
+    if thoughts := message.get(THOUGHTS):
+        parts = [{"type": "reasoning_text", "text": thoughts}]
+        found.append({"id": f"rs_{name}", "type": "reasoning", "status": "completed", "summary": [], "content": parts})
     if message["content"] or not calls:
         logprobs = replies.logprobs(turn.answer) if LOGPROBS in (asked.include or ()) else []
         text = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": logprobs}

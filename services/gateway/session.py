@@ -27,6 +27,11 @@ Said = list[dict[str, Any]]
 """Messages in the form in which they are compared: see `canonical`."""
 
 
+def is_chat(said: Said) -> bool:
+    """Its last words are a message's, and no text or tokens that are gone on from."""
+    return bool(said) and "role" in said[-1]
+
+
 def canonical(message: Mapping[str, Any]) -> dict[str, Any]:
     """What a chat template reads of a message, however the client has written it: texts joined, pictures by their
     digests, arguments parsed, nothing empty."""

@@ -30,7 +30,6 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Where templates look for what the assistant has thought before it spoke."""
 _ARGUMENT = "penstock calls"
 """Stands for what a tool is called with, to see what a template puts behind it."""
-
 MOST_OF_TAG = 16
 """Tokens of a tag and the space behind it."""
 UNTOLD = "pictures are told by a chat template, and the tokenizer has none: give model.chat_template"
