@@ -229,11 +229,13 @@ class Session:
         """One for each branch, in the order of their last turns; one without a turn where there is none. ``prompt``,
         which shows ``pictures``: what stands for a session in which nothing was said. Each branch is worth what the
         session is, or its own turns (`Branches`): each turn's reward lies on the turn, where it is trained on, and all
-        that is left on the branch's last token."""
+        that is left on the branch's last token. One that is worth its own has a metric ``branch``: which of the
+        session's conversations it is of, in the order in which these began, from 0."""
         trained: set[int] = set()
         alone = self.branches == "own"
         found = []
         leaves = self._leaves()
+        begun = sorted({self.path(leaf)[0].number for leaf in leaves})
         for leaf in leaves:
             path = self.path(leaf)
             parts: list[Part] = []
@@ -250,7 +252,8 @@ class Session:
             shown = self.pictures(leaf)
             finish: Finish = "length" if self.truncated and (alone or leaf is leaves[-1]) else leaf.answer.finish
             made = join(parts, text, finish, rewards, words, self.failure, greedy, pictures=shown)
-            found.append(replace(made, session=ALONE if alone else self.place, metrics=self.metrics))
+            metrics = {"branch": float(begun.index(path[0].number))} if alone else {}
+            found.append(replace(made, session=ALONE if alone else self.place, metrics=metrics | self.metrics))
         if not found:
             failure = self.failure or "its agent has had no turn"
             nothing = np.zeros(len(prompt), np.float32)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from penstock.protocols.columns import (
+    AGENT,
     BASELINE,
     GREEDY,
     POLICY,
@@ -89,15 +90,16 @@ class RoleAdvantage(Choice):
     given = (BASELINE,)
     type: Literal["rae"] = "rae"
     role: str | None = None
-    """Column with a number for each trajectory that says its role, e.g. ``reward/role`` of a function of weight 0; each
-    number has a mean of its own, for each source of prompts. null: the source alone is the role."""
+    """What says an answer's role: a column with a number for each trajectory, e.g. ``reward/role`` of a function of
+    weight 0, or a metric of agents or of an environment, e.g. ``agent/branch``. Each number has a mean of its own, for
+    each source of prompts. null: the source alone is the role."""
     decay: float = Field(0.95, ge=0, lt=1)
     """How slowly a mean follows: how much of it stays behind each answer's reward, e.g. ``0.99``."""
 
     @property
     def columns(self) -> list[str]:
-        """Of the role."""
-        return [self.role] if self.role else []
+        """Of the role, where it is one."""
+        return [self.role] if self.role and not self.role.startswith(AGENT) else []
 
     def options(self) -> dict[str, Any]:
         """None of the function's: who follows is the learner."""

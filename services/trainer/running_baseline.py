@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.protocols.columns import BASELINE
+from penstock.protocols.columns import AGENT, BASELINE
 from penstock.services.learning.batch import TrainingBatch
 
 KEY = f"{BASELINE}/"
@@ -30,8 +30,16 @@ def running_baselines(
 
 
 def roles_of(step: TrainingBatch, rows: np.ndarray, column: str | None) -> list[str]:
-    """Of each of ``rows``: its prompt's source, and the number that ``column`` has for it, as ``SOURCE/NUMBER``, either
-    where there is one; ``all`` where there is neither."""
+    """Of each of ``rows``: its prompt's source, and the number that ``column`` (or a metric of agents) has for it, as
+    ``SOURCE/NUMBER``, either where there is one; ``all`` where there is neither."""
     sources: Sequence[str] = step.sources or [""] * len(step.trajectories)
-    numbers: Mapping[int, str] = {row: f"{step.values[column][row]:g}" for row in rows} if column else {}
-    return ["/".join(filter(None, (sources[row], numbers.get(row, "")))) or "all" for row in rows.tolist()]
+    named = {row: _number(step, row, column) for row in rows.tolist()} if column else {}
+    return ["/".join(filter(None, (sources[row], named.get(row, "")))) or "all" for row in rows.tolist()]
+
+
+def _number(step: TrainingBatch, row: int, column: str) -> str:
+    """Of a metric it may be empty: not everybody tells it."""
+    if not column.startswith(AGENT):
+        return f"{step.values[column][row]:g}"
+    told = step.trajectories[row].metrics.get(column.removeprefix(AGENT))
+    return "" if told is None else f"{told:g}"

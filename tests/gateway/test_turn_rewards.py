@@ -79,6 +79,8 @@ def test_a_session_is_worth_its_turns_and_its_end_however_it_branches(
     if own:
         mine = [end / 4 + sum(said.get(turn.number, 0.0) for turn in session.path(leaf)) for leaf in leaves]
         assert column.tolist() == mean_by_session(column, sessions).tolist() == mine
+        roots = [session.path(leaf)[0].number for leaf in leaves]
+        assert [t.metrics["branch"] for t in made] == [sorted({*roots}).index(root) for root in roots]
     else:
         assert column.tolist() == [total] * len(leaves) and mean_by_session(column, sessions).tolist() == [total]
     found: dict[int, float] = {}

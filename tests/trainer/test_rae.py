@@ -83,6 +83,8 @@ def test_a_role_is_of_its_source() -> None:
     assert roles_of(replace(step, prompts=prompts), rows, "reward/role") == ["go/0", "chess/1", "go/1"]
     assert roles_of(replace(step, prompts=prompts), rows, None) == ["go", "chess", "go"]
     assert roles_of(step, rows, None) == ["all"] * 3
+    played = [replace(t, metrics={"branch": i % 2}) if i else t for i, t in enumerate(step.trajectories)]
+    assert roles_of(replace(step, trajectories=played), rows, "agent/branch") == ["all", "1", "1"]
 
 
 def test_a_role_that_nobody_writes_is_named() -> None:
