@@ -11,7 +11,7 @@ from penstock.pipeline.preflight.report import Report
 
 def look(config: Config, report: Report) -> None:
     """Adds to ``report`` what is found; of a run whose scorers are asked for every prompt, nothing is."""
-    if not config.columns.by_source:
+    if not config.columns.by_source and not config.rollout.environments:
         return
     places = places_of(config)
     named = places["prompts.train"]
@@ -37,6 +37,8 @@ def _look_at_names(
         report.problems += unknown_names(config, known)
         return
     names = {name for found in known.values() for name in found}
+    if unseen := [source for source in config.rollout.environments if source not in names]:
+        report.notes.append(f"rollout.environments: none of the first rows is of {', '.join(map(repr, unseen))}")
     for column in config.columns.columns:
         if unseen := [source for source in column.sources if source not in names]:
             report.notes.append(

@@ -17,7 +17,8 @@ def idle_choices(config: Config) -> Iterator[str]:
     """What a start is refused for."""
     algorithm = config.trainer.algorithm
     loss, kl = algorithm.loss.type, algorithm.kl
-    if algorithm.ratio == "proximal" and loss in FOR_OLD:
+    once = config.trainer.epochs * config.trainer.mini_batches == 1  # with more the ratio moves within the step
+    if once and algorithm.ratio == "proximal" and loss in FOR_OLD:
         yield (
             f"trainer.algorithm.ratio=proximal: loss={loss} goes by how far the policy is from the one that sampled, "
             "and this ratio compares with the one that the step starts from; set trainer.algorithm.ratio=behaviour and "
@@ -27,11 +28,6 @@ def idle_choices(config: Config) -> Iterator[str]:
         yield (
             "trainer.algorithm.kl.kind=k1: as a term of the loss its own gradient is 0 in the mean, so that nothing "
             "holds the policy; set trainer.algorithm.kl.gradient=k2, or another kind, e.g. k3"
-        )
-    if kl.in_reward and kl.gradient != "own":
-        yield (
-            f"trainer.algorithm.kl.gradient={kl.gradient}: a penalty in the reward has no gradient; take it out, or "
-            "set trainer.algorithm.kl.place=loss"
         )
     if algorithm.correction.type == "icepop" and loss == "geo_mean" and algorithm.correction.level == "token":
         yield (
@@ -58,6 +54,11 @@ def idle_notes(config: Config) -> Iterator[str]:
             "the trainer computes on both sides; with ratio=behaviour the engine's rounding in "
             f"{config.model.dtype} alone crosses it in many answers; set trainer.algorithm.ratio=proximal with "
             "correction={type: truncated} and trainer.mini_batches=2 or more, or a wider clip"
+        )
+    if algorithm.kl.in_reward and algorithm.kl.gradient != "own":
+        yield (
+            f"trainer.algorithm.kl.gradient={algorithm.kl.gradient}: a penalty in the reward has no gradient; take it "
+            "out, or set trainer.algorithm.kl.place=loss"
         )
     compares = algorithm.advantage.compares and not algorithm.equal_is_idle
     if config.replay.filter.type == "zero_variance" and compares and algorithm.advantage.type != "custom":

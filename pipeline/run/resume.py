@@ -13,6 +13,7 @@ from penstock.pipeline.config.origin import Origin, read
 from penstock.pipeline.config.passwords import HIDDEN
 from penstock.pipeline.run.summary import check_run, read_summary
 from penstock.services.runtime.lines import read_lines
+from penstock.services.runtime.user_folders import find_files
 
 FIXED = (
     "model", "prompts.train", "prompts.shuffle", "prompts.curriculum", "prompts.eval", "prompts.eval_given",
@@ -107,7 +108,7 @@ def check_fixed(began: Config, config: Config) -> None:
         )
     before, now = leaves(began.model_dump(mode="json")), leaves(config.model_dump(mode="json"))
     for key in sorted(before.keys() | now.keys()):
-        if (key in FOLDERS or FILE.fullmatch(key)) and key in now and _is_gone(before.get(key)):
+        if (key in FOLDERS or FILE.fullmatch(key)) and key in now and _is_gone(before.get(key), key in FOLDERS):
             continue
         if any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED) and _differ(key, before, now):
             kind = next((k for k in _kinds(key) if k in before and k in now and _differ(k, before, now)), key)
@@ -117,10 +118,12 @@ def check_fixed(began: Config, config: Config) -> None:
             )
 
 
-def _is_gone(path: Any) -> bool:
-    """A file or folder that was found when the run began, and so is known by its whole ``path``, is not there any
-    more."""
-    return isinstance(path, str) and Path(path).is_absolute() and not Path(path).exists()
+def _is_gone(path: Any, folder: bool) -> bool:
+    """A ``folder``, or else a file, or all that a pattern is of, which was found when the run began, and so is known by
+    its whole ``path``, is not there any more."""
+    if not isinstance(path, str) or not Path(path).is_absolute():
+        return False
+    return not Path(path).exists() if folder else not find_files(path)
 
 
 def _kinds(key: str) -> list[str]:

@@ -157,6 +157,12 @@ class PromptsConfig(Section):
     `replay.filter`."""
 
     @property
+    def best_set(self) -> str | None:
+        """The set that `best_by` is, or names something of; None where it is of none."""
+        by, sets = self.best_by or "", [*self.eval, *self.eval_given]
+        return max((name for name in sets if by == name or by.startswith(f"{name}/")), key=len, default=None)
+
+    @property
     def evaluates(self) -> bool:
         """There is something to evaluate on."""
         return bool(self.eval and self.eval_size)
@@ -192,7 +198,7 @@ class PromptsConfig(Section):
                 raise ValueError(f"eval_sampling: there is no evaluation set {name!r}; the sets of eval are: {there}")
         if both := self.eval.keys() & self.eval_given.keys():
             raise ValueError(f"eval_given: eval has a set of the name {min(both)!r}, too; give it another name")
-        if self.best_by is not None and self.best_by.partition("/")[0] not in {**self.eval, **self.eval_given}:
+        if self.best_by is not None and self.best_set is None:
             there = ", ".join({**self.eval, **self.eval_given}) or "none"
             raise ValueError(
                 f"best_by: there is no evaluation set {self.best_by!r}; the sets of eval and eval_given are: {there}"

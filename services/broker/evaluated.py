@@ -39,7 +39,9 @@ def finish_evaluation(state: BrokerState, number: int) -> None:
     group = _group(state, key)
     sessions = sessions_of([t.session for t in group.trajectories]) if group else np.arange(len(columns[REWARD]))
     each = {name: mean_by_session(values, sessions) for name, values in columns.items()}
-    scores = _several(each, group, sessions, state.asked_of(entry.draw)) if len(each[REWARD]) > 1 else {}
+    how = state.asked_of(entry.draw)
+    asked = len(each[REWARD]) == how.n > 1 and how.column in each  # of self-play each branch is an answer of its own
+    scores = _several(each, group, sessions, how) if asked else {}
     if group:
         _keep_for_people(state, entry.draw, group, columns)
     state.payloads.forget(key)
@@ -64,7 +66,8 @@ def _group(state: BrokerState, key: Key) -> Group | None:
 def _parts(state: BrokerState, each: dict[str, np.ndarray], group: Group | None) -> dict[str, float]:
     """By name: the mean of every column of which the reward is not the same number, and what the answers are like."""
     (total,) = (total for total in state.settings.columns.sums if total.name == REWARD)
-    known = {name: values for name, values in each.items() if name != REWARD and total.terms != {name: 1.0}}
+    by = (state.settings.prompts.best_by or "").partition("/")[2]
+    known = {n: values for n, values in each.items() if n != REWARD and (total.terms != {n: 1.0} or by.endswith(n))}
     found = {name: _mean(values) for name, values in known.items() if np.isfinite(values).any()}
     if group:
         found["response_tokens"] = float(np.mean([t.sampled for t in group.trajectories]))
@@ -81,7 +84,7 @@ def _several(
 ) -> dict[str, float]:
     """What several answers tell, by the column that says which of them have passed: ``each`` has it by session. Who has
     no value there has not passed, and is worth 0; of a session that has branches the last one votes."""
-    worth = each.get(how.column, np.full(len(each[REWARD]), np.nan))  # not asked for this prompt's source
+    worth = each[how.column]
     found = pass_at(len(worth), int((worth >= how.passes).sum()))
     if group is None:
         return found
@@ -113,4 +116,5 @@ def _keep_for_people(state: BrokerState, draw: int, group: Group, columns: dict[
     found = [about | row for row in rows(under_way.step, group, columns)]
     for row in found:
         del row["group"]  # a lease's number, another one each time
-    state.recorder.evaluated(found, [picture for t in group.trajectories for picture in t.pictures])
+    under_way.answers += found
+    state.recorder.keep_pictures(picture for t in group.trajectories for picture in t.pictures)

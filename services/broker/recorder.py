@@ -66,9 +66,8 @@ class Recorder:
             parts = {f"eval/{name}": value for name, value in row["parts"].items()}
             self._trackers.log({"step": row["step"], "eval_reward": row["reward"], **sets, **parts})
 
-    def evaluated(self, found: Iterable[dict[str, Any]], pictures: Iterable[bytes]) -> None:
-        """One line each answer of an evaluation that is kept for people, and a file each of the ``pictures``."""
-        self._keep(pictures)
+    def evaluated(self, found: Iterable[dict[str, Any]]) -> None:
+        """One line each answer of an evaluation that is kept for people."""
         for row in found:
             self._write(self._evaluated, row)
 
@@ -110,12 +109,13 @@ class Recorder:
     def samples(self, step: int, found: Iterable[dict[str, Any]], pictures: Iterable[bytes]) -> None:
         """One line each trajectory of ``step`` that is kept for people (`samples.rows`), and a file each of the
         ``pictures`` that they show."""
-        self._keep(pictures)
+        self.keep_pictures(pictures)
         for row in found:
             self._write(self._samples, row)
         self._sampled = step
 
-    def _keep(self, pictures: Iterable[bytes]) -> None:
+    def keep_pictures(self, pictures: Iterable[bytes]) -> None:
+        """A file each of those that kept answers show."""
         try:
             keep(self._folder, pictures)
         except OSError as error:  # a full disk, say: the rows name them all the same

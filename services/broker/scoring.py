@@ -48,10 +48,10 @@ def take_score(state: BrokerState, column: Column, score: Score) -> None:
         here = score.number in replay.entries
         if here and column.name in total.terms and not (total.terms.keys() & entry.needs):
             _add_sum(state, score.purpose, score.number, total, score.errors)
-    if score.purpose == "train" and column.name in _looked_at(state):
-        _filter(state, score.number)
     if score.purpose == "train" and column.name == _measured_by(state):
         _measure(state, score.number)
+    if score.purpose == "train" and column.name in _looked_at(state):
+        _filter(state, score.number)
     if entry.needs or score.number not in replay.entries:
         return
     if score.purpose == "train":
@@ -156,7 +156,8 @@ def _looked_at(state: BrokerState) -> set[str]:
     rule, sums = state.settings.replay.filter, {total.name: total.terms for total in state.settings.columns.sums}
     if rule.type == "none":
         return set()
-    return {term for name in (rule.column, REWARD) for term in sums.get(name, {name: 1.0})}
+    names = [rule.column, REWARD, *filter(None, [_measured_by(state)])]  # what is dropped is measured before
+    return {term for name in names for term in sums.get(name, {name: 1.0})}
 
 
 def _filter(state: BrokerState, number: int) -> None:

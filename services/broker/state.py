@@ -334,6 +334,7 @@ class BrokerState:
         log.info("evaluated", label=finished.label, reward=reward, unusable=len(finished.unusable))
         if self.progress.phase == "training":
             best_version.consider_end(self)
+        self.recorder.evaluated(finished.answers)
         self.recorder.evaluation(
             {
                 "step": finished.step,

@@ -25,7 +25,10 @@ def own_answer(prompt: Prompt) -> Any:
 def is_answer(found: Any) -> TypeGuard[str | list[dict[str, Any]]]:
     """Whether what `own_answer` has found is text or messages: a truth may be anything, lists of other things too."""
     if isinstance(found, list):
-        return bool(found) and all(isinstance(each, dict) and isinstance(each.get("content"), str) for each in found)
+        try:
+            return bool(found) and bool(as_chat(found))
+        except ValueError:
+            return False
     return isinstance(found, str) and bool(found)
 
 

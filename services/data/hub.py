@@ -179,7 +179,8 @@ def _without_nulls(found: Any) -> Any:
         return [_without_nulls(each) for each in found]
     if not isinstance(found, dict):
         return found
-    return {name: _without_nulls(value) for name, value in found.items() if value is not None or name == "content"}
+    kept = {"content"} if "role" in found else set()  # of a message; elsewhere it is an argument that a table added
+    return {name: _without_nulls(value) for name, value in found.items() if value is not None or name in kept}
 
 
 def _what(config: HubData) -> str:

@@ -58,16 +58,18 @@ class Replies:
         content = self._text.decode([tokens])[0]
         calls: list[Call] = []
         thinking = given is not None and self._text.begins_thought(given)
+        before = behind_thoughts(content, thinking)[0]
         if tools:
             content, calls = self._parser(Said(content, self._text.decode_marked(tokens), tools, thinking))
         stop = min((each for each in stops if each in content), key=content.index, default="")
         content = content.partition(stop)[0] if stop else content
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if self._apart and chat:
-            thoughts, behind = behind_thoughts(content, thinking)
-            if thoughts := thoughts.strip().removeprefix(THINK).removesuffix(UNTHINK).strip():
+            if thoughts := before.strip().removeprefix(THINK).removesuffix(UNTHINK).strip():
                 message |= {THOUGHTS: thoughts}
-            message["content"] = behind.lstrip() if behind != content else content
+            within = stop and before.startswith(content)  # it ended in its thoughts
+            behind = "" if within else content.lstrip().removeprefix(before.strip())  # a parser may have left them out
+            message["content"] = behind.lstrip() if before else content
         if calls:
             message["tool_calls"] = [
                 {

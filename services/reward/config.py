@@ -118,9 +118,9 @@ class FunctionConfig(Section):
 
     def response_of(self, text: str, turns: Sequence[str]) -> str:
         """What it is given of an answer with this ``text``, in which the policy said ``turns``."""
-        if self.function in COMPARING if self.last_turn is None else self.last_turn:
+        if self.last_turn or (self.last_turn is None and not self.own_words and self.function in COMPARING):
             return turns[-1]
-        own = self.function in OF_FORM if self.own_words is None else self.own_words
+        own = self.function in OF_FORM and self.last_turn is None if self.own_words is None else self.own_words
         return "\n\n".join(turns) if own else text
 
     @property

@@ -46,7 +46,6 @@ def sleeping(command: str) -> bool:
     return any(process.info["cmdline"] == command.split() for process in psutil.process_iter(["cmdline"]))
 
 
-@pytest.mark.chaos
 def test_a_loss_that_becomes_nan_ends_the_run_by_its_name(tmp_path: Path) -> None:
     run = Run(tmp_path, [*SHORT, "trainer.steps=50", "trainer.max_consecutive_skipped=3", LOSS.format("soon_nan")])
     summary = run.wait(120, code=1)

@@ -29,6 +29,8 @@ class Round:
     """By set and by name (``pass@4``, ``maj@8``), of the prompts that have several answers."""
     parts: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     """By set and by name (``reward/exact_match``, ``response_tokens``), of the prompts that have it."""
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    """What is kept of its answers for people, once it is complete."""
     versions: list[int] = field(default_factory=list)
     """The oldest and the newest of each group's tokens."""
     unusable: list[str] = field(default_factory=list)

@@ -243,4 +243,6 @@ def _close(tolerance: float, word: str, wanted: str) -> bool:
         return True
     if not (_DECIMAL.fullmatch(word) and _DECIMAL.fullmatch(wanted)) or (_whole(word) and _whole(wanted)):
         return False
-    return math.isclose(float(word), float(wanted), rel_tol=tolerance, abs_tol=tolerance)
+    found, right = float(word), float(wanted)
+    relative = 0.0 if _whole(wanted) else tolerance  # a count that is off by one is wrong, however large
+    return math.isfinite(found) and math.isclose(found, right, rel_tol=relative, abs_tol=min(tolerance, 0.5))
