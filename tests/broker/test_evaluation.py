@@ -23,7 +23,7 @@ from penstock.protocols import messages as m
 from penstock.protocols.columns import Column, ColumnTable, WeightedSum
 from penstock.protocols.experience import Prompt, Sampling, Trajectory
 from penstock.services.broker import best_version
-from penstock.services.broker.config import CurriculumConfig, EvalSampling, PromptsConfig
+from penstock.services.broker.config import CurriculumConfig, EvalSampling, PromptsConfig, ReplayConfig
 from penstock.services.broker.evaluated import _vote
 from penstock.services.broker.rules.course import best_of
 from penstock.services.broker.rules.evaluation import Evaluation, majority, pass_at
@@ -298,7 +298,7 @@ def test_right_answers_pass_though_something_else_takes_off_from_their_reward(tm
     several = {"n": 2, "temperature": 1.0, "column": EXACT.name}
     prompts = PromptsConfig.model_validate(
         {"train": {"type": "sort", "size": 50}, "eval": {"type": "sort", "size": 2, "seed": 1}}
-        | {"eval_sampling": {"held_out": several}, "eval_samples": 1}
+        | {"eval_sampling": {"held_out": several}, "eval_samples": 1, "best_by": "held_out/reward/exact"}
     )
     stage = Stage(tmp_path, redis_url, prompts=prompts, columns=BOTH)
     rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
@@ -313,6 +313,8 @@ def test_right_answers_pass_though_something_else_takes_off_from_their_reward(tm
             for lease, each in zip(leases, values, strict=True)
         ]
         reward.box.ask(m.Scores(column=column.name, scores=said), 5)
+    best = stage.broker.state["best"]
+    assert best and best["score"] == 0.5, "by the part that is named"
     stage.close()
     (row,) = [row for row in read_lines(tmp_path / "metrics.jsonl") if row["kind"] == "eval"]
     assert row["reward"] == pytest.approx((0.0 - 0.5) / 2), "of answers that have one, the mean of each prompt"
@@ -328,11 +330,16 @@ def test_right_answers_pass_though_something_else_takes_off_from_their_reward(tm
     assert all(each["response"] == "ab" and each["step"] == 0 and "group" not in each for each in kept)
 
 
+@pytest.mark.parametrize("rule", [{"type": "none"}, {"type": "range", "column": EXACT.name}])
 @pytest.mark.parametrize("last", [EXACT, SHORT])
-def test_a_curriculum_goes_by_its_own_column(tmp_path: Path, redis_url: str, last: Column) -> None:
+def test_a_curriculum_goes_by_its_own_column(
+    tmp_path: Path, redis_url: str, last: Column, rule: dict[str, Any]
+) -> None:
+    """Also of groups that are left out because of the same."""
     rests = CurriculumConfig(column=EXACT.name, rest_hard=3, rest_easy=3)
     prompts = PromptsConfig.model_validate({"train": {"type": "sort", "size": 50}, "eval": None, "curriculum": rests})
-    stage = Stage(tmp_path, redis_url, prompts=prompts, columns=BOTH)
+    replay = ReplayConfig.model_validate({"filter": rule})
+    stage = Stage(tmp_path, redis_url, prompts=prompts, columns=BOTH, replay=replay)
     rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
     reward.box.tell(m.Credit(total=100))
     leases = rollout.leases(3)
@@ -354,6 +361,9 @@ def test_a_curriculum_goes_by_its_own_column(tmp_path: Path, redis_url: str, las
     ("overrides", "said"),
     [
         (["prompts.best_by=held_out/reward/exact_match"], ""),
+        (["prompts.eval={a/b: {type: sort}}", "prompts.best_by=a/b"], ""),
+        (["prompts.eval={a/b: {type: sort}}", "prompts.best_by=a/b/response_tokens"], ""),
+        (["prompts.eval={a/b: {type: sort}}", "prompts.best_by=a"], "there is no evaluation set 'a'"),
         (["prompts.best_by=held_out/pass@2"], "no evaluation tells 'held_out/pass@2'; of held_out there are reward/ex"),
         (["prompts.best_by=held_out/pass@2", "prompts.eval_sampling={held_out: {n: 4, temperature: 1.0}}"], ""),
         (["prompts.eval_sampling={held_out: {column: reference}}"], "reference is not asked for in evaluations"),

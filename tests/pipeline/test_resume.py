@@ -333,10 +333,11 @@ def test_whether_a_run_is_live_is_told_by_the_disks_own_clock(folder: Path, monk
     assert is_live(folder)
 
 
-def test_data_may_be_elsewhere_once_its_files_are_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", ["rows.jsonl", "row*.jsonl"])
+def test_data_may_be_elsewhere_once_its_files_are_gone(tmp_path: Path, named: str) -> None:
     rows, run = tmp_path / "rows.jsonl", tmp_path / "runs" / "first"
     rows.write_text('{"prompt": "a", "truth": "b"}\n')
-    data = f"{{type: hub, path: json, files: [{rows}], truth_key: truth}}"
+    data = f"{{type: hub, path: json, files: [{tmp_path / named}], truth_key: truth}}"
     (tmp_path / "run.yaml").write_text(FILE.replace("{type: sort}", f"{data}, eval: {{mine: {data}}}"))
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(dump(load(tmp_path / "run.yaml")))

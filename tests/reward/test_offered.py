@@ -35,6 +35,7 @@ def level(truth: dict[str, Any]) -> float:
         ({"function": f"{HERE}:length"}, len("let me look 7 7 42")),
         ({"function": f"{HERE}:length", "last_turn": True}, 2.0),
         ({"function": f"{HERE}:length", "own_words": True}, len("let me look\n\n42")),
+        ({"function": "exact_match", "own_words": True}, 0.0),
         ({"function": "regex", "options": {"pattern": "7"}}, 0.0),
         ({"function": "regex", "options": {"pattern": "look.42"}, "own_words": False}, 0.0),
         ({"function": "regex", "options": {"pattern": "look..42"}}, 1.0),
