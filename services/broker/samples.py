@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from penstock.protocols.columns import REWARD
+from penstock.protocols.columns import AGENT, REWARD
 from penstock.protocols.experience import ALONE, ExperienceError, Group
 from penstock.protocols.messages import TakenGroup
 from penstock.protocols.wire import WireError
@@ -48,7 +48,7 @@ def rows(step: int, group: Group, columns: Mapping[str, np.ndarray]) -> Iterator
             row |= {"pictures": [name_of(picture) for picture in trajectory.pictures]}
         if trajectory.session != ALONE:
             row |= {"session": trajectory.session}
-            row |= {f"agent/{name}": value for name, value in trajectory.metrics.items()}
+        row |= {f"{AGENT}{name}": value for name, value in trajectory.metrics.items()}
         row |= {name: _number(values[sample]) for name, values in columns.items()}
         row.setdefault(REWARD, None)
         yield row

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
 
 from penstock.protocols.agent_client import AsyncAgentSession, Reply
-from penstock.protocols.measured import added
+from penstock.protocols.measured import MOST, added, fault
 from penstock.services.environments.begun import begun_with
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.environments.past import MOST_LOST
@@ -60,7 +60,7 @@ class OwnPlayer:
         for turn in range(1, self._config.max_turns + 1):
             reply = await said_to(session, messages, tools)
             if reply is None:
-                return Played(0.0, {"turns": float(turn - 1)} | metrics, rewards, truncated=True)
+                return Played(0.0, _measured(turn - 1, metrics), rewards, truncated=True)
             said = as_said(reply), reply.finish
             found = await _asked(lambda answered, said=said: self._pool.step(number, said[0], answered, said[1]))  # type: ignore[misc]
             rewards[reply.turn], metrics = found["reward"], added(metrics, found["metrics"])
@@ -68,11 +68,20 @@ class OwnPlayer:
                 break
             seen = of_calls(_messages(found["observation"]), reply)
             messages = [*messages, reply.message, *in_parts(seen, found["pictures"])]
-        return Played(0.0, {"turns": float(turn)} | metrics, rewards, truncated=not found["done"])
+        return Played(0.0, _measured(turn, metrics), rewards, truncated=not found["done"])
 
     async def close(self) -> None:
         """See `Player.close`."""
         await asyncio.to_thread(self._pool.close)
+
+
+def _measured(turns: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    """What a gateway is told: how many turns there were, too, where that has room beside what the environment has
+    measured. Raises `PlayError` where this is too much."""
+    if why := fault(metrics):
+        raise PlayError(f"metrics of the session: {why}")
+    found = {"turns": float(turns), **metrics}
+    return found if len(found) <= MOST else dict(metrics)
 
 
 def as_said(reply: Reply) -> str:

@@ -47,7 +47,8 @@ class VerifiersPlayer:
         context = self._library.ModelContext(model="policy", client=client)
         episode = await self._env.run_episode(self._tasks[session.task.index % len(self._tasks)], context)
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        ended = any(code in error.message for error in errors for code in NO_ROOM)  # it has the gateway's answer
+        without_room = [any(code in error.message for code in NO_ROOM) for error in errors]  # the gateway's answers
+        ended = bool(errors) and all(without_room)
         if not episode.ok and not ended:
             raise PlayError("; ".join(f"{error.type}: {error.message}" for error in errors) or "an episode failed")
         metrics: dict[str, float] = {}
