@@ -145,8 +145,7 @@ def _check_evaluated(prompts: Any, table: ColumnTable) -> None:
                 f"prompts.eval_sampling.{name}.column: {how.column} is not asked for in evaluations; there are "
                 f"{', '.join(there)}"
             )
-    name = prompts.best_set or ""
-    told = (prompts.best_by or "").removeprefix(name).removeprefix("/")
+    name, told = prompts.best_set, prompts.best_part
     if told:
         n = prompts.eval_sampling[name].n if name in prompts.eval_sampling else 1
         there += ["response_tokens", "finished_share", *([*pass_at(n, 0), f"maj@{n}"] if n > 1 else [])]

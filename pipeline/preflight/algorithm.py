@@ -28,7 +28,7 @@ def look(config: Config, report: Report) -> None:
         report.problems.append(f"trainer.algorithm: {said}")
     report.problems += idle_choices(config)
     report.notes += idle_notes(config)
-    updates = config.trainer.epochs * config.trainer.mini_batches
+    updates = config.trainer.updates
     if updates > 1 and not algorithm.loss.has_ratio:
         report.notes.append(
             f"trainer.epochs={config.trainer.epochs}, trainer.mini_batches={config.trainer.mini_batches}: the loss "

@@ -17,7 +17,7 @@ def idle_choices(config: Config) -> Iterator[str]:
     """What a start is refused for."""
     algorithm = config.trainer.algorithm
     loss, kl = algorithm.loss.type, algorithm.kl
-    once = config.trainer.epochs * config.trainer.mini_batches == 1  # with more the ratio moves within the step
+    once = config.trainer.updates == 1  # with more the ratio moves within the step
     if once and algorithm.ratio == "proximal" and loss in FOR_OLD:
         yield (
             f"trainer.algorithm.ratio=proximal: loss={loss} goes by how far the policy is from the one that sampled, "
@@ -39,7 +39,7 @@ def idle_choices(config: Config) -> Iterator[str]:
 def idle_notes(config: Config) -> Iterator[str]:
     """What one should know of."""
     trainer, algorithm = config.trainer, config.trainer.algorithm
-    updates, loss = trainer.epochs * trainer.mini_batches, algorithm.loss
+    updates, loss = trainer.updates, algorithm.loss
     aged = algorithm.ratio == "proximal" and algorithm.correction.type == "none" and config.gate.max_lag > 0
     if aged and updates == 1 and loss.has_ratio and loss.type not in FOR_OLD and algorithm.learns_from_sampled:
         yield (

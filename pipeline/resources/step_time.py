@@ -75,7 +75,7 @@ def _passes(trainer: TrainerConfig, load: Load) -> float:
 def _passes_before(trainer: TrainerConfig) -> int:
     """Forward passes over a step's tokens, beside those that a backward follows."""
     algorithm = trainer.algorithm
-    kept = trainer.epochs * trainer.mini_batches > 1 and algorithm.needs_proximal
+    kept = trainer.updates > 1 and algorithm.needs_proximal
     shown = TAUGHT in algorithm.advantage.given  # the policy is its own teacher, too
     return kept + shown + algorithm.weighs_policy + trainer.epochs * algorithm.picks_tokens
 
@@ -97,7 +97,7 @@ def _stage_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) -
     if trainer.offload_activations:
         kept, _ = activations(replace(shape, longest=0), trainer)  # of a micro-batch as most are
         waits += passes * 2 * kept / (device.host_gb_s * 1e9 * LINK_SHARE)
-    updates = trainer.epochs * trainer.mini_batches * _update_s(shape, trainer, device)
+    updates = trainer.updates * _update_s(shape, trainer, device)
     return max(arithmetic, gathered) + waits + updates
 
 

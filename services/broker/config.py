@@ -163,6 +163,11 @@ class PromptsConfig(Section):
         return max((name for name in sets if by == name or by.startswith(f"{name}/")), key=len, default=None)
 
     @property
+    def best_part(self) -> str:
+        """What `best_by` names of its set, such as ``pass@4``; empty: the set itself."""
+        return (self.best_by or "").removeprefix(self.best_set or "").removeprefix("/")
+
+    @property
     def evaluates(self) -> bool:
         """There is something to evaluate on."""
         return bool(self.eval and self.eval_size)

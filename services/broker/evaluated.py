@@ -66,8 +66,9 @@ def _group(state: BrokerState, key: Key) -> Group | None:
 def _parts(state: BrokerState, each: dict[str, np.ndarray], group: Group | None) -> dict[str, float]:
     """By name: the mean of every column of which the reward is not the same number, and what the answers are like."""
     (total,) = (total for total in state.settings.columns.sums if total.name == REWARD)
-    by = (state.settings.prompts.best_by or "").partition("/")[2]
-    known = {n: values for n, values in each.items() if n != REWARD and (total.terms != {n: 1.0} or by.endswith(n))}
+    known = {name: values for name, values in each.items() if name != REWARD}
+    if state.settings.prompts.best_part not in known:
+        known = {name: values for name, values in known.items() if total.terms != {name: 1.0}}
     found = {name: _mean(values) for name, values in known.items() if np.isfinite(values).any()}
     if group:
         found["response_tokens"] = float(np.mean([t.sampled for t in group.trajectories]))

@@ -50,7 +50,7 @@ class CriticLearner(ModelLearner):
         rewarded, updates = np.flatnonzero(step.rewarded), []
         returns = torch.zeros((len(step.trajectories), max((len(t.tokens) for t in step.trajectories), default=0)))
         if rewarded.size:
-            state = self.state if self.version >= self._config.warmup_steps else dict(self.state)  # as the trainer's
+            state = self.penalties_of_step(self._config.warmup_steps)
             rewards = token_rewards(step, rewarded, self._penalties, state)
             old = step.padded(step.token_values[VALUES], rewarded).double() * rewards.mask
             _, found = gae(rewards.tokens, old, rewards.mask, self._gamma, self._lam)

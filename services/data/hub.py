@@ -30,10 +30,9 @@ class HubSource(PromptSource):
     def __init__(self, config: HubData, key: str) -> None:
         need("datasets", "data", key)
         self._config, self._key = config, key
-        _check_files(config, key)
-        files = [file for name in config.files for file in find_files(name)]
-        self._beside = list({file.parent: file for file in reversed(files)}.values())
-        rows = _load(config, key)
+        found = _files(config, key)
+        self._beside = list({file.parent: file for files in reversed(found) for file in reversed(files)}.values())
+        rows = _load(config, key, found)
         if not len(rows):
             raise DataError(f"{key}: {_what(config)} has no rows")
         places = _places(config.split, len(rows), key) if config.files else range(len(rows))
@@ -187,8 +186,9 @@ def _what(config: HubData) -> str:
     return ", ".join(config.files) if config.files else repr(config.path)
 
 
-def _check_files(config: HubData, key: str) -> None:
-    """Raises `DataError` where local files are not there, empty, or named in the wrong place."""
+def _files(config: HubData, key: str) -> list[list[Path]]:
+    """The local files, by the names that the config has for them. Raises `DataError` where these are not there, empty,
+    or named in the wrong place."""
     path = Path(config.path)
     if not config.files and path.suffix in FORMATS:
         right = f"path: {FORMATS[path.suffix]}, files: [{config.path}]"
@@ -205,24 +205,23 @@ def _check_files(config: HubData, key: str) -> None:
             f"{key}.path: with `files` it is a format, one of {', '.join(sorted(set(FORMATS.values())))}, not "
             f"{config.path!r}; say path: {kind}"
         )
-    for number, name in enumerate(config.files):
-        found = find_files(name)
+    every = [find_files(name) for name in config.files]
+    for number, (name, found) in enumerate(zip(config.files, every, strict=True)):
         if not found:
             looked = "" if Path(name).is_absolute() else f"; looked in {', '.join(map(str, folders()))}"
             missing = "no file matches" if has_magic(name) else "no such file:"
             raise DataError(f"{key}.files.{number}: {missing} {name}{looked}")
         if empty := [file for file in found if not file.stat().st_size]:
             raise DataError(f"{key}.files.{number}: {empty[0] if has_magic(name) else name} is empty")
+    return every
 
 
-def _load(config: HubData, key: str) -> Any:
+def _load(config: HubData, key: str, found: Sequence[Sequence[Path]]) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
-    numbers, files = list[int](), list[Path]()
-    for number, name in enumerate(config.files):
-        files += find_files(name)
-        numbers += [number] * (len(files) - len(numbers))
+    files = [file for of_name in found for file in of_name]
+    numbers = [number for number, of_name in enumerate(found) for _ in of_name]
     if config.path == "json":
         return JsonRows(files, f"{key}.files", numbers)
     if config.path == "csv":

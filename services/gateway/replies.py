@@ -57,14 +57,15 @@ class Replies:
         tokens = answer.tokens.tolist()
         content = self._text.decode([tokens])[0]
         calls: list[Call] = []
-        thinking = given is not None and self._text.begins_thought(given)
-        before = behind_thoughts(content, thinking)[0]
+        apart = self._apart and chat
+        thinking = (apart or bool(tools)) and given is not None and self._text.begins_thought(given)
+        before = behind_thoughts(content, thinking)[0] if apart else ""
         if tools:
             content, calls = self._parser(Said(content, self._text.decode_marked(tokens), tools, thinking))
         stop = min((each for each in stops if each in content), key=content.index, default="")
         content = content.partition(stop)[0] if stop else content
         message: dict[str, Any] = {"role": "assistant", "content": content}
-        if self._apart and chat:
+        if apart:
             if thoughts := before.strip().removeprefix(THINK).removesuffix(UNTHINK).strip():
                 message |= {THOUGHTS: thoughts}
             within = stop and before.startswith(content)  # it ended in its thoughts

@@ -151,6 +151,11 @@ class LearnerConfig(Section):
     """Compute threads of each process."""
 
     @property
+    def updates(self) -> int:
+        """Of a step."""
+        return self.epochs * self.mini_batches
+
+    @property
     def shards(self) -> int:
         """Ranks that cut what one of the model's copies has of a stage."""
         return self.ranks // (self.replicas * self.tensor_parallel * self.pipeline_parallel)

@@ -176,6 +176,11 @@ class ModelLearner:
             return nullcontext()
         return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
 
+    def penalties_of_step(self, frozen_steps: int) -> dict[str, float]:
+        """The `state` that a step's rewards are made by; in the ``frozen_steps`` in which the policy stands still, and
+        cannot answer to a penalty that grows, a copy that nobody keeps. The same for all learners of a run."""
+        return self.state if self.version >= frozen_steps else dict(self.state)
+
     def begin_update(self) -> float:
         """Forgets the last gradient. Returns the learning rate, which is the same for all updates of a step."""
         learned = max(0, self.version - self._frozen_steps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.protocols.columns import REFERENCE, REWARD
+from penstock.protocols.columns import AGENT, REFERENCE, REWARD
 from penstock.protocols.experience import mean_by_session
 from penstock.services.learning.batch import TrainingBatch
 
@@ -109,7 +109,7 @@ def _turns(step: TrainingBatch) -> dict[str, float]:
     for session, trajectory in zip(step.sessions.tolist(), step.trajectories, strict=True):
         for name, value in trajectory.metrics.items():
             measured.setdefault(name, {})[session] = value
-    return found | {f"agent/{name}": float(np.mean([*values.values()])) for name, values in measured.items()}
+    return found | {f"{AGENT}{name}": float(np.mean([*values.values()])) for name, values in measured.items()}
 
 
 def _by_source(step: TrainingBatch) -> dict[str, float]:

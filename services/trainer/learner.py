@@ -47,6 +47,7 @@ from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.described import describe
 from penstock.services.trainer.judgements import Judgements
 from penstock.services.trainer.mismatch import Mismatch
+from penstock.services.trainer.running_baseline import KEPT
 from penstock.services.trainer.sampled_entropy import sampled_entropy
 from penstock.services.trainer.self_teacher import SelfTeacher
 from penstock.services.trainer.undecided import most_undecided
@@ -279,13 +280,12 @@ class Learner(ModelLearner):
         rewarded = np.flatnonzero(compared)
         if not rewarded.size:  # every call of a reward function failed: nothing is learned, and nobody dies
             return torch.zeros((len(step.trajectories), max((len(t.tokens) for t in step.trajectories), default=0))), {}
-        # while the policy stands still, it cannot answer to a penalty that grows
-        state = self.state if self.version >= self._frozen_steps else dict(self.state)
+        state = self.penalties_of_step(self._frozen_steps)
         rewards = token_rewards(step, rewarded, self._config.algorithm.penalties, state)
         metrics = rewards.metrics
         columns = advantage_columns(step, rewarded, self._config.algorithm, rewards, state)
         if BASELINE in self.algorithm.given:
-            metrics |= {name: value for name, value in state.items() if name.startswith(BASELINE + "/")}
+            metrics |= {name: value for name, value in state.items() if name.startswith(KEPT)}
         groups, sessions = torch.from_numpy(step.groups[rewarded]), torch.from_numpy(step.sessions[rewarded])
         mask = rewards.mask.bool()
         if self._config.algorithm.weighs_policy:

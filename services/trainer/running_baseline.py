@@ -9,7 +9,7 @@ import numpy as np
 from penstock.protocols.columns import AGENT, BASELINE
 from penstock.services.learning.batch import TrainingBatch
 
-KEY = f"{BASELINE}/"
+KEPT = f"{BASELINE}/"
 """What names in a learner's `state` begin with."""
 
 
@@ -21,7 +21,7 @@ def running_baselines(
     branches of one session the first one is followed. ``state`` has b by role, and keeps it."""
     found, followed = np.zeros(len(rewards)), set()
     for row, (reward, role, session) in enumerate(zip(rewards, roles, sessions, strict=True)):
-        name = KEY + role
+        name = KEPT + role
         if (role, session) not in followed:
             state[name] = decay * state.get(name, 0.0) + (1 - decay) * float(reward)
         followed.add((role, session))
