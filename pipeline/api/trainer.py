@@ -187,7 +187,8 @@ class Trainer:
             return section
         if isinstance(given, str) or not (isinstance(given, Iterable) or hasattr(given, "__getitem__")):
             raise ConfigError(f"{key}: give rows, or a function that returns them, not {given!r:.60}")
-        if hasattr(given, "to_dicts"):  # a table of polars
+        table = hasattr(given, "features") or hasattr(given, "to_dicts")  # its maps have one another's keys
+        if hasattr(given, "to_dicts"):  # of polars
             given = given.to_dicts()
         elif hasattr(given, "columns") and hasattr(given, "to_dict"):  # of pandas
             given = given.to_dict("records")
@@ -196,7 +197,7 @@ class Trainer:
             if not isinstance(row, Mapping | Prompt):
                 raise ConfigError(f"{key}: row {number} is no map with a prompt, but {row!r:.60}")
             try:
-                lines.append(line(row))
+                lines.append(line(row, table))
             except KeyError:
                 has = ", ".join(map(str, row)) or "nothing"
                 raise ConfigError(f"{key}: row {number} has no prompt; it has {has}") from None

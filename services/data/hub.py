@@ -90,7 +90,7 @@ class HubSource(PromptSource):
 
     def _chat(self, found: Any) -> Any:
         """Of messages or tools, what the row has said: a table has in each map every key that any row has, and null."""
-        return found if isinstance(self._rows, JsonRows) else _without_nulls(found)
+        return found if isinstance(self._rows, JsonRows) else without_nulls(found)
 
     def _truth(self, row: dict[str, Any]) -> Any:
         found: Any = row[self._truth_in or str(self._config.truth_key)]
@@ -173,13 +173,14 @@ def _parted(index: int, talk: Any) -> tuple[list[Any], list[Any]]:
     return talk[:last], [talk[last]]
 
 
-def _without_nulls(found: Any) -> Any:
+def without_nulls(found: Any) -> Any:
+    """Messages or tools from a table, as they were before it: it has in each map every key that any row has."""
     if isinstance(found, list):
-        return [_without_nulls(each) for each in found]
+        return [without_nulls(each) for each in found]
     if not isinstance(found, dict):
         return found
     kept = {"content"} if "role" in found else set()  # of a message; elsewhere it is an argument that a table added
-    return {name: _without_nulls(value) for name, value in found.items() if value is not None or name in kept}
+    return {name: without_nulls(value) for name, value in found.items() if value is not None or name in kept}
 
 
 def _what(config: HubData) -> str:

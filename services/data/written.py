@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from penstock.protocols.experience import Prompt
-from penstock.services.data.hub import make_prompt, not_blind
+from penstock.services.data.hub import make_prompt, not_blind, without_nulls
 from penstock.services.data.pictures import read_pictures
 from penstock.services.data.source import PromptSource
 
@@ -20,14 +20,17 @@ READ = ("prompt", "truth", "answer", "images", "image", "tools")
 """Columns of a row."""
 
 
-def line(row: Mapping[str, Any] | Prompt) -> str:
+def line(row: Mapping[str, Any] | Prompt, table: bool = False) -> str:
     """A prompt as it is, or a row with ``prompt`` (text of a user, or messages) and perhaps ``truth``, ``answer``,
-    ``tools`` and ``images`` (or ``image``), as JSON; NaN, a gap in a table, is none. Raises `KeyError`
+    ``tools`` and ``images`` (or ``image``), as JSON; NaN, a gap in a table, is none. Of a ``table``, a
+    `datasets.Dataset` or polars' own, nulls that it has put into messages and tools are left out. Raises `KeyError`
     where it has no prompt, `TypeError` for what JSON has not and for columns that nobody reads beside a missing truth,
     and `DataError` for images that are none."""
     if isinstance(row, Prompt):
         return json.dumps({**row.model_dump(), "pictures": _as_text(row.pictures)}) + "\n"
     row = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()}
+    if table:
+        row |= {name: without_nulls(row[name]) for name in ("prompt", "answer", "tools") if name in row}
     own = {name: row[name] for name in ("answer", "tools") if row.get(name) is not None}
     images = row.get("images", row.get("image"))
     if images is not None:

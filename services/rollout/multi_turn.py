@@ -17,7 +17,7 @@ import numpy as np
 import structlog
 
 from penstock.protocols.experience import Group, Trajectory
-from penstock.protocols.measured import added
+from penstock.protocols.measured import added, fault
 from penstock.protocols.messages import Lease
 from penstock.services.data.picture_files import MOST_OF_GROUP
 from penstock.services.environments.begun import begun_with
@@ -201,6 +201,9 @@ class MultiTurn:
     def _stepped(self, session: _Session, found: dict[str, Any]) -> Made | None:
         session.rewards.append(found["reward"])
         session.metrics = added(session.metrics, found["metrics"])
+        if why := fault(session.metrics):
+            session.metrics = {}
+            return self._end(session, failure=f"metrics of the session: {why}")
         last = session.turns[-1]
         if found["done"]:
             return self._end(session, finish_of=last)

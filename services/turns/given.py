@@ -12,8 +12,9 @@ from penstock.protocols.chat import said as in_words
 from penstock.protocols.experience import Prompt, Trajectory, no_candidates
 from penstock.protocols.routing import no_routing
 from penstock.services.data.answers import is_answer, not_answer, own_answer
+from penstock.services.turns.calls_told import Message
 from penstock.services.turns.joining import Part, join
-from penstock.services.turns.tokenizer import Message, TextError, Tokenizer, too_long
+from penstock.services.turns.tokenizer import TextError, Tokenizer, too_long
 
 Turns = Literal["all", "last"]
 """Which of the assistant's messages are learned."""

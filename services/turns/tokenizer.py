@@ -22,14 +22,11 @@ from penstock.services.modeling.answer_end import (
 )
 from penstock.services.modeling.load import load_tokenizer
 from penstock.services.modeling.pictures import PictureReader
+from penstock.services.turns.calls_told import Message, marked_calls, takes_text_alone, with_arguments_as_text
 from penstock.services.turns.tool_calls import THINK
 
-Message = Mapping[str, Any]
-"""Of a chat: ``role`` and ``content``, and for some templates more."""
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Where templates look for what the assistant has thought before it spoke."""
-_ARGUMENT = "penstock calls"
-"""Stands for what a tool is called with, to see what a template puts behind it."""
 MOST_OF_TAG = 16
 """Tokens of a tag and the space behind it."""
 UNTOLD = "pictures are told by a chat template, and the tokenizer has none: give model.chat_template"
@@ -137,10 +134,17 @@ class Tokenizer:
         tokenize: bool = False,
     ) -> Any:  # fmt: skip
         """A chat as its template has it, up to its end, or up to where the next answer begins: text, or ids."""
-        return self._tokenizer.apply_chat_template(
-            list(messages), tools=list(tools or ()) or None, add_generation_prompt=asks, tokenize=tokenize,
-            return_dict=False, **self._template,
-        )  # fmt: skip
+        if any(message.get("tool_calls") for message in messages) and self._arguments_are_text:
+            messages = with_arguments_as_text(messages)
+        return self._apply(messages, tools=list(tools or ()) or None, add_generation_prompt=asks, tokenize=tokenize)
+
+    def _apply(self, messages: Sequence[Message], **options: Any) -> Any:
+        options = {"tokenize": False, "return_dict": False, **options, **self._template}
+        return self._tokenizer.apply_chat_template(list(messages), **options)
+
+    @cached_property
+    def _arguments_are_text(self) -> bool:
+        return takes_text_alone(self._apply)
 
     def answer_to_text(self, text: str, answer: str) -> np.ndarray:
         """int32 ``[tokens]`` of an ``answer`` as one samples it behind a ``text`` that stands at the beginning: as the
@@ -258,7 +262,7 @@ class Tokenizer:
         """As `_behind_answer`, of an answer that asked for tools: some templates say of a result whose it is. A call
         ends first, as was sampled, and then the answer, by ``end`` or another special token. Empty where the template
         says nothing of calls."""
-        marks, marked = _marked_calls(calls)
+        marks, marked = marked_calls(calls)
         try:
             told = self._told({"role": "assistant", "content": MARK, "tool_calls": marked}, messages)
         except Exception:  # a template may raise anything; what it says of an answer without calls may do
@@ -273,7 +277,7 @@ class Tokenizer:
 
     def lost_call(self, answer: Message) -> str:
         """The function of a call in ``answer`` that the chat template says nothing of; empty: it tells of all."""
-        marks, marked = _marked_calls(answer.get("tool_calls") or ())
+        marks, marked = marked_calls(answer.get("tool_calls") or ())
         told = self._told({**answer, "tool_calls": marked}, ()) if marks else ""
         return next(
             (call["function"]["name"] for mark, call in zip(marks, marked, strict=True) if mark not in told), ""
@@ -330,13 +334,7 @@ class Tokenizer:
 
     def parse_response(self, text: str, tools: list[dict[str, Any]] | None) -> Any:
         """A turn as a message, by the tokenizer's ``response_template``."""
-        begun = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": "?"}],
-            tools=tools,
-            add_generation_prompt=True,
-            tokenize=False,
-            **self._template,
-        )
+        begun = self._render([{"role": "user", "content": "?"}], True, tools)
         return self._tokenizer.parse_response(text, prefix=begun, tools=tools)
 
     @property
@@ -375,15 +373,6 @@ def _letters() -> dict[str, int]:
     from transformers.convert_slow_tokenizer import bytes_to_unicode  # takes a second to import
 
     return {letter: byte for byte, letter in bytes_to_unicode().items()}
-
-
-def _marked_calls(calls: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
-    """``calls`` with a mark for their arguments, and the marks."""
-    marks = [f"{_ARGUMENT} {place}" for place in range(len(calls))]
-    return marks, [
-        {**call, "function": {**call["function"], "arguments": {"argument": mark}}}
-        for call, mark in zip(calls, marks, strict=True)
-    ]
 
 
 def _says(told: str, written: str) -> bool:

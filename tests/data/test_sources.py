@@ -15,7 +15,7 @@ from penstock.protocols import wire
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, json_rows, open_source
 from penstock.services.data.config import HubData, ReasoningGymData, says_sources
-from penstock.services.data.hub import _without_nulls, make_prompt
+from penstock.services.data.hub import make_prompt, without_nulls
 from penstock.services.data.json_rows import JsonRows
 from penstock.services.data.source import PromptSource
 from penstock.services.runtime.user_folders import VARIABLE
@@ -378,5 +378,5 @@ def test_a_truth_inside_a_map_and_a_rows_own_source_are_read_as_verl_writes_them
 
 def test_what_a_table_adds_to_maps_is_none_of_a_calls_arguments_also_where_it_is_called_content() -> None:
     call = {"function": {"name": "read", "arguments": {"path": "x", "content": None}}}
-    (message,) = _without_nulls([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    (message,) = without_nulls([{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert message["content"] is None and message["tool_calls"][0]["function"]["arguments"] == {"path": "x"}

@@ -49,6 +49,13 @@ ONE_CALL = """
 {%- for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one call!') }}{% endif %}
 {{- m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>
 {%- endfor %}"""
+DEEPSEEK = """
+{%- for m in messages %}{% if m.role == 'user' %}<User>{{ m.content }}
+{%- elif m.role == 'tool' %}<result>{{ m.content }}</result>
+{%- else %}<Assistant>{{ m.content or '' }}
+{%- for c in m.tool_calls or [] %}
+{{- '<call>' + c.function.name + '<sep>' + c.function.arguments + '</call>' }}{% endfor %}
+{{- '<|im_end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}<Assistant>{% endif %}"""
 RESPONSE = "\n<|im_start|>user\n<tool_response>7</tool_response><|im_end|>\n<|im_start|>assistant\n"
 MARKS = ["<|im_start|>", "<|im_end|>", "<|call|>"]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -81,6 +88,7 @@ def asked(count: int = 1) -> dict[str, Any]:
             "<|im_end|>",
             RESPONSE,
         ),
+        (DEEPSEEK, "<|im_end|>", "<result>7</result><Assistant>"),
         (MISTRAL, "<|im_end|>", "[TOOL_RESULTS]7:0aaaaaaa0[/TOOL_RESULTS]"),
         (GPT_OSS, "<|call|>", "<|im_start|>add to=assistant7<|im_end|><|im_start|>assistant"),
     ],
@@ -91,6 +99,13 @@ def test_a_result_is_told_as_the_template_tells_it(tmp_path: Path, template: str
     ended = text.plain.convert_tokens_to_ids(mark)
     found = [text.plain.decode(text.observe(result, True, token, asked())) for token in (ended, 5)]
     assert found == [behind, mark + behind], "its end is added where it was not sampled"
+
+
+def test_a_template_that_takes_arguments_as_text_alone_is_given_text(tmp_path: Path) -> None:
+    text = text_of(tmp_path, DEEPSEEK)
+    chat = [{"role": "user", "content": "0?"}, asked(), {"role": "tool", "tool_call_id": "0aaaaaaa0", "content": "7"}]
+    told = text.plain.decode(text.encode_chat(chat))
+    assert told == '<User>0?<Assistant><call>add<sep>{"a": 0}</call><|im_end|><result>7</result><Assistant>'
 
 
 @pytest.mark.parametrize("template", [CHATML, ONE_CALL])

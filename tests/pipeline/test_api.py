@@ -15,6 +15,7 @@ import numpy as np
 import pandas
 import pytest
 import yaml
+from datasets import Dataset
 
 import penstock
 from penstock.pipeline.api.functions import Functions
@@ -381,6 +382,15 @@ def test_a_table_of_pandas_is_rows_and_its_numbers_are_json() -> None:
     assert json.loads(line({"prompt": "1+1=", "truth": np.int64(2)}))["truth"] == 2
     trainer = penstock.Trainer({"model": {"type": "tiny"}}, prompts=table)
     assert [json.loads(row)["prompt"] for row in trainer._rows["prompts.jsonl"]] == list(table["prompt"])
+
+
+def test_what_a_table_adds_to_tools_is_left_out() -> None:
+    """Each map of it has every key that any has."""
+    tools = [{"name": name, "parameters": {name: {"type": "string"}}} for name in ("look", "go")]
+    table = Dataset.from_list([{"prompt": "where?", "truth": {"a": None}, "tools": tools}])
+    assert table[0]["tools"] != tools
+    (row,) = penstock.Trainer({"model": {"type": "tiny"}}, prompts=table)._rows["prompts.jsonl"]
+    assert json.loads(row)["tools"] == tools and json.loads(row)["truth"] == {"a": None}
 
 
 @pytest.mark.parametrize(

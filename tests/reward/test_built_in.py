@@ -200,6 +200,21 @@ def test_what_a_judge_is_asked_with_is_told_by_its_body(url: str) -> None:
     assert Server.body == said | {"max_completion_tokens": 4096, "reasoning_effort": "low"}
 
 
+def test_what_is_asked_otherwise_or_read_otherwise_is_another_question(url: str) -> None:
+    """One reply may have several grades, each found by a pattern of its own."""
+    Server.script[:] = [(200, "grades: style 2, sense 7"), (200, "grades: style 2, sense 7"), (200, "grades: style 9")]
+
+    async def three() -> list[float]:
+        style = {"url": url, "model": "m", "pattern": r"style (\d)"}
+        return [
+            await judge("5", "1 + 1?", "2", **style),
+            await judge("5", "1 + 1?", "2", **(style | {"pattern": r"sense (\d)"})),
+            await judge("5", "1 + 1?", "2", **style, body={"reasoning_effort": "high"}),
+        ]
+
+    assert asyncio.run(three()) == [0.2, 0.7, 0.9]
+
+
 def test_the_same_question_is_asked_once_also_while_it_is_asked(url: str) -> None:
     Server.script[:] = [(200, "grade: 8"), (200, "grade: 2")]
 

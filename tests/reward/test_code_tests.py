@@ -93,6 +93,10 @@ def test_the_program_is_the_last_block_of_python(answer: str) -> None:
         (READS, "print(4)", [{"type": "stdin_stdout", "fn_name": None, "input": "1\n2", "output": "3"}]),
         (ADDS, FAILS, [{"testtype": "functional", "input": "[1]\n[2]", "output": "[1, 2]", "metadata": {
             "func_name": "add"}}]),
+        (ADDS, FAILS, {"question_content": "?", "metadata": '{"func_name": "add"}', "public_test_cases":
+            '[{"input": "[1]\\n[2]", "output": "[1, 2]", "testtype": "functional"}]'}),
+        (READS, "print(4)", {"metadata": "{}", "public_test_cases": [
+            {"input": "1\n2", "output": "3", "testtype": "stdin"}]}),
         (ADDS, FAILS, [{"type": "function_call", "fn_name": "add", "input": [1, 2], "output": [3]}]),
         ("class Solution:\n    def two(self, a): return (a, None)", "two = abs", {
             "fn_name": "two", "inputs": [[1]], "outputs": [[1, None]]}),
@@ -120,6 +124,7 @@ def test_each_kind_of_tests_tells_right_from_wrong(right: str, wrong: str, truth
         ([{"input": "1", "output": "2"}, {"input": "1"}], "neither assertions"),
         ([{"input": "1", "output": "2", "testtype": "file"}], "a test of the type 'file'; there are stdin"),
         ([{"input": "1", "output": "2", "testtype": "functional"}], "func_name, in metadata.*: 'None'"),
+        ({"public_test_cases": "[]", "metadata": "{}"}, "a row with public_test_cases"),
         ([{"input": "a", "output": "2", "testtype": "functional"}], "functional test is no JSON"),
     ],
 )

@@ -168,6 +168,13 @@ def test_only_what_the_policy_said_is_sampled_and_rewards_lie_where_turns_end(ta
         np.testing.assert_allclose(trajectory.logprobs[1:][sampled[1:]], wanted[sampled[1:]], atol=2e-4)
 
 
+def test_what_turns_measure_must_add_up(table: Any) -> None:
+    at = table(environment="tests.environments.games:Measuring")
+    for trajectory in group(at.play(lease())[0]).trajectories:
+        assert trajectory.failure == "metrics of the session: size: inf is no finite number"
+        assert trajectory.metrics == {} and len(trajectory.turns) == 2
+
+
 def test_the_same_lease_gives_the_same_trajectories_whatever_else_is_played(table: Any) -> None:
     alone = group(table(**COUNTING).play(lease(7))[0])
     beside = group(table(**COUNTING).play(lease(6, "ba"), lease(7), lease(8, "cc"))[1])

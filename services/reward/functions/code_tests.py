@@ -74,7 +74,8 @@ def code_tests(
       ``List`` and all of typing, collections, itertools, functools, heapq, bisect and math;
     - a list of maps of ``input`` and ``output``, each read by its ``testtype`` or ``type``: ``stdin`` or
       ``stdin_stdout``, which nothing means too, ``functional`` with ``func_name`` in its ``metadata`` (an argument in
-      each line, as JSON), or ``function_call`` with ``fn_name`` (LiveCodeBench, DeepCoder).
+      each line, as JSON), or ``function_call`` with ``fn_name`` (LiveCodeBench, DeepCoder);
+    - a row with such a list as ``public_test_cases``, and ``metadata`` for all of it (LiveCodeBench, its whole row).
 
     With a ``tolerance`` numbers that are printed may differ from those that are wanted by so much, or by that share of
     them: 0.50 is 0.5. Whole numbers may not.
@@ -121,15 +122,19 @@ def _program(response: str) -> str:
     return found[-1] if found else response
 
 
+def _parsed(given: Any) -> Any:
+    """What is written as the JSON text of a map or a list."""
+    if not isinstance(given, str) or given.lstrip()[:1] not in ("{", "["):
+        return given
+    try:
+        return json.loads(given)
+    except ValueError:
+        raise ValueError(f"the truth begins as JSON, and is none: {given[:80]!r}") from None
+
+
 def _cases(truth: Any) -> list[Case]:
-    given = truth
     sys.set_int_max_str_digits(0)  # TACO has larger ones
-    if isinstance(truth, str) and truth.lstrip()[:1] in ("{", "["):
-        try:
-            given = json.loads(truth)
-        except ValueError:
-            raise ValueError(f"the truth begins as JSON, and is none: {truth[:80]!r}") from None
-    match given:
+    match given := _parsed(truth):
         case str():
             return [Case(_asserting(given))]
         case [str(), *others] if all(isinstance(test, str) for test in others):
@@ -143,9 +148,15 @@ def _cases(truth: Any) -> list[Case]:
             return [Case("", _text(stdin), _text(wanted)) for stdin, wanted in pairs]
         case [{"input": _, "output": _}, *others] if all(_is_one(test) for test in others):
             return [_of_map(test) for test in given]
+        case {"public_test_cases": tests, **row}:
+            match _parsed(tests):
+                case [{"input": _, "output": _}, *others] as shown if all(_is_one(test) for test in others):
+                    about = row.get("metadata")
+                    return [_of_map({**test, "metadata": test.get("metadata") or about}) for test in shown]
     raise ValueError(
         "the truth is neither assertions (text, or a list of texts), nor a map of test and entry_point, nor one of as "
-        f"many inputs as outputs, nor a list of maps of input and output: {str(truth)[:80]!r}"
+        "many inputs as outputs, nor a list of maps of input and output, nor a row with public_test_cases: "
+        f"{str(truth)[:80]!r}"
     )
 
 
@@ -169,7 +180,8 @@ def _of_map(test: dict[str, Any]) -> Case:
                 raise ValueError(
                     f"an argument or a result of a functional test is no JSON: {str(test)[:80]!r}"
                 ) from None
-            name = (test.get("metadata") or {}).get("func_name") or test.get("fn_name")
+            about = _parsed(test.get("metadata"))
+            name = (about.get("func_name") if isinstance(about, dict) else None) or test.get("fn_name")
             return Case(_called(name, arguments, result), built_in=_USUAL)
         case kind:
             raise ValueError(

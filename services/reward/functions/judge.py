@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import os
 import random
 import re
@@ -41,7 +42,7 @@ KEPT_CONNECTIONS = 20
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 """Of the waits that the judge has not asked for."""
 _grades: OrderedDict[bytes, float] = OrderedDict()
-"""By the digest of address, model and question, which may be long."""
+"""By the digest of the address, of what it is asked with, which may be long, and of how the grade is read."""
 _under_way: dict[bytes, asyncio.Task[None]] = {}
 """Questions that are being asked: who has the same waits for that answer."""
 
@@ -87,16 +88,16 @@ async def judge(
     """
     parts = {"prompt": prompt, "truth": "none" if truth is None else str(truth), "response": response}
     text = re.sub(r"\{(prompt|truth|response)\}", lambda found: parts[found[1]], question)
-    key = hashlib.sha256("\0".join((url, model, text)).encode(errors="surrogatepass")).digest()
+    said = {"model": model, "temperature": 0.0, "max_tokens": max_tokens}
+    said |= {"messages": [{"role": "user", "content": text}]} | (body or {})
+    said = {name: value for name, value in said.items() if value is not None}
+    key = hashlib.sha256(json.dumps([url, said, pattern, scale]).encode()).digest()
     while key not in _grades:
         if asked := _under_way.get(key):
             await asyncio.wait([asked])
             if not asked.cancelled():  # else whoever asked was at its deadline: now it is for us to ask
                 asked.result()
             continue
-        said = {"model": model, "temperature": 0.0, "max_tokens": max_tokens}
-        said |= {"messages": [{"role": "user", "content": text}]} | (body or {})
-        said = {name: value for name, value in said.items() if value is not None}
         asking = _grade(key, url, said, pattern, scale, key_env, attempts)
         asked = _under_way[key] = asyncio.ensure_future(asking)
         asked.add_done_callback(lambda _: _under_way.pop(key))
