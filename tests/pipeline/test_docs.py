@@ -42,7 +42,8 @@ def test_links_of_the_docs_lead_somewhere(page: Path) -> None:
 def test_where_others_keys_go_there_is_one() -> None:
     keys = set(re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs" / "configuration.md").read_text(), re.MULTILINE))
     known = {key.rsplit(".", parts)[0] for key in keys for parts in range(key.count(".") + 1)}
-    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \|$", (ROOT / "docs" / "moving.md").read_text(), re.MULTILINE)
+    pages = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("moving", "moving-others"))
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \|$", pages, re.MULTILINE)
     named = {key for row in rows for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:: [^`]*)?`", row)}
     assert len(named) > 50 and not named - known
 
