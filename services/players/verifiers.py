@@ -41,7 +41,8 @@ class VerifiersPlayer:
         await self._serving.enter_async_context(self._env.serving())
 
     async def play(self, session: AsyncAgentSession) -> Played:
-        """See `Player.play`. Rewards and metrics of an episode's traces are added up. One that has come to the end of
+        """See `Player.play`. Rewards and metrics of an episode's traces are added up; of several agents they
+        must be alike, else whoever wins would learn what whoever loses does. One that has come to the end of
         the room, or of its turns, has failed by the library's count, and is over by ours."""
         client = self._library.EvalClientConfig(base_url=session.base_url, api_key_var=KEY)
         context = self._library.ModelContext(model="policy", client=client)
@@ -51,13 +52,19 @@ class VerifiersPlayer:
         ended = bool(errors) and all(without_room)
         if not episode.ok and not ended:
             raise PlayError("; ".join(f"{error.type}: {error.message}" for error in errors) or "an episode failed")
+        worth: dict[str, float] = {}
+        for trace in episode.traces:
+            worth[trace.agent.name] = worth.get(trace.agent.name, 0.0) + float(trace.reward)
+        if len({*worth.values()}) > 1:
+            told = ", ".join(f"{name} {reward:g}" for name, reward in worth.items())
+            raise PlayError(f"an episode of several agents that are worth different rewards ({told}), added up to one")
         metrics: dict[str, float] = {}
         for trace in episode.traces:
             for name, value in trace.metrics.items():
                 if value is not None:
                     metrics[name] = metrics.get(name, 0.0) + float(value)
         truncated = ended or any(trace.is_truncated for trace in episode.traces)
-        return Played(float(sum(trace.reward for trace in episode.traces)), metrics, truncated=truncated)
+        return Played(sum(worth.values()), metrics, truncated=truncated)
 
     async def close(self) -> None:
         """See `Player.close`."""

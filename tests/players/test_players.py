@@ -206,21 +206,34 @@ def test_a_gateway_that_is_away_is_not_an_openenv_environments_fault(monkeypatch
 def test_a_verifiers_episode_that_came_to_the_end_of_its_room_is_over(ends: str) -> None:
     refused = AgentError(400, ends, "no")
     errors = [SimpleNamespace(type="ProviderError", message=json.dumps(refused.body))] if ends else []
-    trace = SimpleNamespace(errors=errors, metrics={"calls": 2, "late": None}, reward=0.5, is_truncated=False)
-    episode = SimpleNamespace(ok=not ends, errors=[], traces=[trace])
+    trace = trace_of("agent", 0.5, {"calls": 2, "late": None}, errors)
+    if ends == "no_answer":
+        with pytest.raises(PlayError, match="ProviderError: .*no_answer"):
+            verifiers_plays(trace, ok=not ends)
+    else:
+        assert verifiers_plays(trace, ok=not ends) == Played(0.5, {"calls": 2.0}, truncated=bool(ends))
 
+
+def test_a_verifiers_game_that_somebody_wins_from_another_is_refused() -> None:
+    with pytest.raises(PlayError, match=r"several agents .* different rewards \(first 1, second -1\)"):
+        verifiers_plays(trace_of("first", 1.0), trace_of("second", -1.0))
+    assert verifiers_plays(trace_of("first", 0.5), trace_of("second", 0.5)).reward == 1.0
+
+
+def trace_of(name: str, reward: float, metrics: dict[str, Any] | None = None, errors: list[Any] | None = None) -> Any:
+    about: dict[str, Any] = {"errors": errors or [], "metrics": metrics or {}, "is_truncated": False}
+    return SimpleNamespace(agent=SimpleNamespace(name=name), reward=reward, **about)
+
+
+def verifiers_plays(*traces: Any, ok: bool = True) -> Played:
     async def run_episode(*_: Any) -> Any:
-        return episode
+        return SimpleNamespace(ok=ok, errors=[], traces=traces)
 
     player = VerifiersPlayer.__new__(VerifiersPlayer)
     player._library = SimpleNamespace(EvalClientConfig=lambda **_: None, ModelContext=lambda **_: None)
     player._tasks, player._env = [None], SimpleNamespace(run_episode=run_episode)
     session: Any = SimpleNamespace(task=Prompt(index=0, text="1+1="), base_url="http://here")
-    if ends == "no_answer":
-        with pytest.raises(PlayError, match="ProviderError: .*no_answer"):
-            asyncio.run(player.play(session))
-    else:
-        assert asyncio.run(player.play(session)) == Played(0.5, {"calls": 2.0}, truncated=bool(ends))
+    return asyncio.run(player.play(session))
 
 
 class Measuring:
