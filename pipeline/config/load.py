@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 from pydantic import ValidationError
 
-from penstock.pipeline.config import origin
+from penstock.pipeline.config import extended, origin
 from penstock.pipeline.config.errors import explain
 from penstock.pipeline.config.passwords import hide_password
 from penstock.pipeline.config.schema import Config, TinyModel
@@ -107,7 +107,15 @@ def options_of(overrides: Sequence[str], what: str) -> dict[str, Any]:
 
 
 def read_sections(path: Path) -> dict[str, Any]:
-    """What a config file says, not checked yet. Raises `ConfigError`."""
+    """What a config file says, with those that it goes on from, not checked yet. Raises `ConfigError`."""
+    try:
+        return extended.whole(_sections(path), path, _sections)
+    except extended.ExtendsError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _sections(path: Path) -> dict[str, Any]:
+    """What a config file says itself. Raises `ConfigError`."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

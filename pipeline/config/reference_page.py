@@ -43,6 +43,16 @@ penstock run configs/quickstart.yaml gate.max_lag=0 trainer.optimizer.lr=1.0e-5
 penstock run configs/quickstart.yaml 'rollout.sampling.stop=["</answer>"]' run.name=first-try
 ```
 
+**A file may go on from another one**, or from several: `extends` at its top names them, from its own folder. Then it
+says only what is other. Sections are put together key by key, and a list, or a section whose `type` is another, is as
+the later file has it. A run's own copy of its config has all of it. What the files name (functions, data) is looked for
+beside the last one, and where the run is started.
+
+```yaml
+extends: ../configs/grpo-8b.yaml
+trainer: {steps: 1000, lora: {rank: 64}}
+```
+
 **A choice** between several kinds of a thing is a section with the key `type`, which says which other keys there are.
 It must be named whenever one of the others is:
 

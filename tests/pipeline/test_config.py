@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from penstock.pipeline.cli import app
 from penstock.pipeline.config import ConfigError, dump, hide_password, load, parse
+from penstock.pipeline.config.load import read_sections
 from penstock.pipeline.tools.export import FIXED, TOKENS
 from penstock.protocols.columns import FIELDS, METRICS
 from penstock.services.broker.config import VarianceFilter
@@ -219,6 +220,33 @@ def test_an_engine_that_cannot_be_told_of_the_head_has_to_say_that_it_has_it() -
     for name in ("openai", "sglang", "mine:Engine"):
         load(QUICKSTART, ["model.dtype=bfloat16", wide, engine(name, "float32")])
     load(QUICKSTART, ["model.dtype=bfloat16", narrow, engine("mine:Engine", "float32")])  # its options are its own
+
+
+def test_a_file_goes_on_from_others_and_says_only_what_is_other(tmp_path: Path) -> None:
+    machine, task = tmp_path / "base" / "machine.yaml", tmp_path / "base" / "task.yaml"
+    machine.parent.mkdir()
+    machine.write_text("rollout: {count: 2, engine: {type: torch, max_length: 640}}\ntrainer: {steps: 7, threads: 2}\n")
+    task.write_text("model: {type: tiny}\nprompts: {train: {type: sort}}\nreward: {functions: [{function: length}]}\n")
+    file = tmp_path / "own.yaml"
+    file.write_text(
+        "extends: [base/machine.yaml, base/task.yaml]\ntrainer: {steps: 3}\nrollout: {engine: {type: http, url: u}}\n"
+        "reward: {functions: [{function: exact_match}]}\n"
+    )
+    assert read_sections(file) == {
+        "model": {"type": "tiny"}, "prompts": {"train": {"type": "sort"}},
+        "rollout": {"count": 2, "engine": {"type": "http", "url": "u"}}, "trainer": {"steps": 3, "threads": 2},
+        "reward": {"functions": [{"function": "exact_match"}]},
+    }  # fmt: skip
+    file.write_text("extends: base/machine.yaml\nmodel: {type: tiny}\nprompts: {train: {type: sort}}\n")
+    assert load(file, ["trainer.steps=4"]).trainer.steps == 4
+    task.write_text("extends: ../own.yaml\n")
+    for text, why in [
+        ("extends: base/task.yaml", "task.yaml: extends: ../own.yaml goes on from this file itself"),
+        ("extends: 3", "own.yaml: extends: give a config file"), ("extends: no.yaml", "cannot read .*no.yaml"),
+    ]:  # fmt: skip
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=why):
+            load(file)
 
 
 def test_a_missing_file_and_bad_yaml_are_named(tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""A config file that goes on from another one, which it names as ``extends``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+KEY = "extends"
+KINDS = ("type", "environment", "scorer")
+"""Keys that say what else a section has."""
+
+
+class ExtendsError(ValueError):
+    """Why what is extended cannot be."""
+
+
+def whole(data: dict[str, Any], path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """What ``data``, of the file ``path``, says together with the files that it goes on from, each ``read``, and these
+    with theirs; of two files the later one counts. Raises `ExtendsError`, and what ``read`` raises."""
+    return _whole(data, (path.resolve(),), read)
+
+
+def _whole(data: dict[str, Any], files: tuple[Path, ...], read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    named = data.get(KEY)
+    if named is None:
+        return {name: value for name, value in data.items() if name != KEY}
+    names = [named] if isinstance(named, str) else named
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
+        raise ExtendsError(
+            f"{files[-1]}: {KEY}: give a config file, or a list of them, as text, from this file's folder; not "
+            f"{named!r:.60}"
+        )
+    found: dict[str, Any] = {}
+    for name in names:
+        file = (files[-1].parent / name).resolve()
+        if file in files:
+            raise ExtendsError(f"{files[-1]}: {KEY}: {name} goes on from this file itself; leave one of them out")
+        found = merged(found, _whole(read(file), (*files, file), read))
+    return merged(found, {name: value for name, value in data.items() if name != KEY})
+
+
+def merged(base: Any, own: Any) -> Any:
+    """``base`` with what ``own`` says: section by section, where both are sections of the same kind. All else, lists
+    too, is as ``own`` has it.
+
+    >>> merged({"a": {"type": "x", "b": 1}, "c": [1]}, {"a": {"d": 2}, "c": [3]})
+    {'a': {'type': 'x', 'b': 1, 'd': 2}, 'c': [3]}
+    >>> merged({"a": {"type": "x", "b": 1}}, {"a": {"type": "y"}})
+    {'a': {'type': 'y'}}
+    """
+    if not isinstance(base, Mapping) or not isinstance(own, Mapping):
+        return own
+    if any(isinstance(own.get(kind), str) and own[kind] != base.get(kind) for kind in KINDS):
+        return own
+    return {**base, **{name: merged(base[name], value) if name in base else value for name, value in own.items()}}
