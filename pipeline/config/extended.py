@@ -22,11 +22,9 @@ def whole(data: dict[str, Any], path: Path, read: Callable[[Path], dict[str, Any
 
 
 def _whole(data: dict[str, Any], files: tuple[Path, ...], read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    named = data.get(KEY)
-    if named is None:
-        return {name: value for name, value in data.items() if name != KEY}
+    named = data.get(KEY, [])
     names = [named] if isinstance(named, str) else named
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise ExtendsError(
             f"{files[-1]}: {KEY}: give a config file, or a list of them, as text, from this file's folder; not "
             f"{named!r:.60}"
@@ -41,16 +39,25 @@ def _whole(data: dict[str, Any], files: tuple[Path, ...], read: Callable[[Path],
 
 
 def merged(base: Any, own: Any) -> Any:
-    """``base`` with what ``own`` says: section by section, where both are sections of the same kind. All else, lists
-    too, is as ``own`` has it.
+    """``base`` with what ``own`` says: section by section, where both are sections of the same kind, and ``own`` does
+    not say that it goes on from nothing (``extends: null``). All else, lists too, is as ``own`` has it.
 
     >>> merged({"a": {"type": "x", "b": 1}, "c": [1]}, {"a": {"d": 2}, "c": [3]})
     {'a': {'type': 'x', 'b': 1, 'd': 2}, 'c': [3]}
     >>> merged({"a": {"type": "x", "b": 1}}, {"a": {"type": "y"}})
     {'a': {'type': 'y'}}
+    >>> merged({"a": {"b": 1}}, {"a": {"extends": None, "c": 2}})
+    {'a': {'c': 2}}
     """
-    if not isinstance(base, Mapping) or not isinstance(own, Mapping):
+    if not isinstance(own, Mapping):
         return own
-    if any(isinstance(own.get(kind), str) and own[kind] != base.get(kind) for kind in KINDS):
-        return own
-    return {**base, **{name: merged(base[name], value) if name in base else value for name, value in own.items()}}
+    alone = KEY in own and own[KEY] is None
+    if alone:
+        own = {name: value for name, value in own.items() if name != KEY}
+    if alone or not isinstance(base, Mapping) or _other_kind(base, own):
+        base = {}
+    return {**base, **{name: merged(base.get(name), value) for name, value in own.items()}}
+
+
+def _other_kind(base: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    return any(isinstance(own.get(kind), str) and own[kind] != base.get(kind) for kind in KINDS)

@@ -44,9 +44,9 @@ penstock run configs/quickstart.yaml 'rollout.sampling.stop=["</answer>"]' run.n
 ```
 
 **A file may go on from another one**, or from several: `extends` at its top names them, from its own folder. Then it
-says only what is other. Sections are put together key by key, and a list, or a section whose `type` is another, is as
-the later file has it. A run's own copy of its config has all of it. What the files name (functions, data) is looked for
-beside the last one, and where the run is started.
+says only what is other. Sections are put together key by key; a list, a section whose `type` is another, and one that
+says `extends: null` are as the later file has them. A run's own copy of its config has all of it. What the files name
+(functions, data) is looked for beside the last one, and where the run is started. [recipes.md](recipes.md) has some.
 
 ```yaml
 extends: ../configs/grpo-8b.yaml

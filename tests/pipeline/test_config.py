@@ -16,7 +16,7 @@ from penstock.pipeline.tools.export import FIXED, TOKENS
 from penstock.protocols.columns import FIELDS, METRICS
 from penstock.services.broker.config import VarianceFilter
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
@@ -237,6 +237,8 @@ def test_a_file_goes_on_from_others_and_says_only_what_is_other(tmp_path: Path) 
         "rollout": {"count": 2, "engine": {"type": "http", "url": "u"}}, "trainer": {"steps": 3, "threads": 2},
         "reward": {"functions": [{"function": "exact_match"}]},
     }  # fmt: skip
+    file.write_text("extends: base/machine.yaml\ntrainer: {extends: null, steps: 3}\n")
+    assert read_sections(file)["trainer"] == {"steps": 3}
     file.write_text("extends: base/machine.yaml\nmodel: {type: tiny}\nprompts: {train: {type: sort}}\n")
     assert load(file, ["trainer.steps=4"]).trainer.steps == 4
     task.write_text("extends: ../own.yaml\n")
