@@ -250,7 +250,7 @@ def test_a_suspected_turn_waits_for_an_idle_rollout_which_is_given_nothing_more(
 
 class Machine(RuleBasedStateMachine):
     """Whoever is leased a group that was ever leased is known to be so: what is kept of it is read, and not begun anew;
-    and a grant that was given back does not count."""
+    and a grant that was given back, or during which the broker ended, does not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,6 +258,8 @@ class Machine(RuleBasedStateMachine):
         self.leases = Leases(self.journal)
         self.granted: set[int] = set()
         self.counted: dict[int, int] = {}
+        self.outlived: set[int] = set()
+        """Held since before the last broker."""
 
     @rule()
     def grant(self) -> None:
@@ -266,6 +268,7 @@ class Machine(RuleBasedStateMachine):
         self.leases.grant(lease, "gateway-0#1", 0.0)
         self.granted.add(lease.number)
         self.counted[lease.number] = self.counted.get(lease.number, 0) + 1
+        self.outlived.discard(lease.number)
 
     @rule(which=st.integers(0, 30), given_back=st.booleans())
     def stop(self, which: int, given_back: bool) -> None:
@@ -275,9 +278,10 @@ class Machine(RuleBasedStateMachine):
         number = held[which % len(held)]
         if given_back:
             self.leases.give_back(number)
-            self.counted[number] -= 1
+            self.counted[number] -= number not in self.outlived
         else:
             self.leases.holds.free(number)
+        self.outlived.discard(number)
 
     @rule(which=st.integers(0, 30))
     def finish(self, which: int) -> None:
@@ -287,6 +291,9 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def restart_broker(self) -> None:
         self.journal.commit()
+        for number in self.leases.holds.held.keys() - self.outlived:
+            self.counted[number] -= 1
+        self.outlived |= self.leases.holds.held.keys()
         self.leases = Leases(self.journal)
 
     @invariant()

@@ -26,9 +26,11 @@ class Lease:
     draw: int
     """Which draw from the prompt stream it answers."""
     attempt: int = 0
-    """How often it was granted, without those that were given back."""
+    """How often it was granted, but for those that were given back, or were under way when a broker ended."""
     granted: bool = False
     """It was granted before, whether that counts or not: something may be kept of it."""
+    counts: bool = True
+    """The last grant does."""
 
 
 class Leases:
@@ -42,7 +44,9 @@ class Leases:
         self.open: dict[int, Lease] = {}
         self.holds: Holds[int] = Holds(lambda number: number, self._wait)
         for row in sorted(journal.rows(self.TABLE).values(), key=lambda row: row["number"]):
-            self.open[row["number"]] = Lease(row["number"], row["draw"], row["attempt"], row.get("granted", True))
+            held = bool(row["holder"])  # by one that may have ended with the last broker, and not by this group's doing
+            attempt = row["attempt"] - held
+            self.open[row["number"]] = Lease(row["number"], row["draw"], attempt, row.get("granted", True), not held)
             if row["holder"]:
                 self.holds.take(row["number"], row["holder"], 0.0)
         # Numbers of the groups that nobody generates, and some that somebody does by now, or that are closed.
@@ -75,12 +79,12 @@ class Leases:
         """``holder`` generates the group until ``deadline``."""
         self.holds.take(lease.number, holder, deadline)
         lease.attempt += 1
-        lease.granted = True
+        lease.granted = lease.counts = True
         self._write(lease)
 
     def give_back(self, number: int) -> None:
         """Its holder has not begun, or does not go on: it waits, and the grant does not count."""
-        self.open[number].attempt -= 1
+        self.open[number].attempt -= self.open[number].counts
         self.holds.free(number)
 
     def holder(self, number: int) -> str | None:
