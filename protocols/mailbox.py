@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ from penstock.protocols.messages import (
     Message,
     Refused,
     Resumed,
+    Waits,
     Welcome,
     from_envelope,
     to_envelope,
@@ -45,6 +47,9 @@ SLOW_LINE = 1 << 20
 """Bytes a second: what is still on its way by such a line is not sent once more behind itself."""
 MOST_RESEND_S = 60.0
 """One whose answer may take long is sent again less and less often, down to this."""
+
+WAITS_S = 60.0
+"""What waits for an answer has at least so long left whenever the broker says that it waits itself."""
 
 LATE_S = 5.0
 """So long after its deadline at the latest a request has its answer, or the error that there is none."""
@@ -154,8 +159,13 @@ class Mailbox:
         self._thread.start()
 
     def ask(self, message: Message, deadline_s: float) -> Message:
-        """Sends ``message`` and waits for its answer. Raises `DeadlineError`, `RefusedError` or `FencedError`."""
-        return answer_to(self.ask_later(message, deadline_s), deadline_s + LATE_S)
+        """Sends ``message`` and waits for its answer: ``deadline_s``, and as long as the broker says that it waits for
+        its store. Raises `DeadlineError`, `RefusedError` or `FencedError`."""
+        asked = self.ask_later(message, deadline_s)
+        request: _Request = asked.penstock_request  # type: ignore[attr-defined]
+        while (left := request.deadline + LATE_S - time.monotonic()) > 0 and not asked.done():
+            wait_for([asked], left)
+        return answer_to(asked, 0.0)
 
     def ask_later(
         self, message: Message, deadline_s: float, again: bool = True, patient: bool = False
@@ -172,7 +182,7 @@ class Mailbox:
             max(MOST_RESEND_S, pause) if patient else pause,
         )  # fmt: skip
         request.future.set_running_or_notify_cancel()
-        request.future.penstock_id = request_id  # type: ignore[attr-defined]
+        request.future.penstock_id, request.future.penstock_request = request_id, request  # type: ignore[attr-defined]
         self._send(request)
         return request.future
 
@@ -291,6 +301,10 @@ class Mailbox:
             log.warning("a message from the broker was refused", error=str(error))
             return True
         if isinstance(message, HeartbeatAck):
+            return True
+        if isinstance(message, Waits):
+            for request in waiting.values():
+                request.deadline = max(request.deadline, self.heard_at + WAITS_S)
             return True
         if isinstance(message, Fenced):
             self.fenced = FencedError(f"{self.identity} was replaced by {message.by}")

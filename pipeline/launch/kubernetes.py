@@ -27,7 +27,7 @@ HOME = "/penstock"
 BROKER_PORT, METRICS_PORT = 5555, 9400
 USER = 10001
 """Of our images."""
-HEAD_GRACE_S, GRACE_S = 180, 60
+HEAD_GRACE_S, GRACE_S = 660, 60
 """From SIGTERM to SIGKILL: the step in hand and a checkpoint of it; what is finished becomes durable."""
 RESTARTS = 50
 """Of one pod in a run's whole life: each eviction or preemption is one, too."""

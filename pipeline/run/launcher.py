@@ -51,8 +51,8 @@ BROKER_START_S, BROKER_LOOKS = 90.0, 4.0
 STATUS_EVERY_S = 0.5
 BROKER_WEDGED_S, BROKER_SILENT_S = 40.0, 60.0
 """A broker that says nothing for so long is ended, and another one begins; or nothing helps. Actors give up later."""
-DRAIN_S, CHECKPOINT_S = 120.0, 3600.0
-"""For the work in hand; for learners, which may have a large checkpoint to write."""
+DRAIN_S, CHECKPOINT_S, TERM_S = 120.0, 3600.0, 600.0
+"""For the work in hand; for learners, which may have a large checkpoint to write; and for them after SIGTERM."""
 STOP_S = 30.0
 ONCE_S = 0.5
 """Signals that come so soon behind each other are one."""
@@ -325,10 +325,10 @@ class _Launch:
 
     def _drain(self, view: View, broker: Child, reason: str, failed: bool) -> None:
         """Waits until all actors have left, after telling the broker to end the run where there is a ``reason`` to,
-        which may be that it has ``failed``. Learners may have a large checkpoint to write, for which whoever has sent
-        SIGTERM, a scheduler say, does not wait."""
+        which may be that it has ``failed``. Learners may have a large checkpoint to write; whoever has sent
+        SIGTERM, a scheduler say, does not wait as long for it as somebody at a terminal."""
         actors = {child.name for child in self._supervisor.children} - {"broker", "redis", "prepare"}
-        patience_s = DRAIN_S if signal.SIGTERM in self._interrupted else CHECKPOINT_S
+        patience_s = TERM_S if signal.SIGTERM in self._interrupted else CHECKPOINT_S
         told, began, noted_s = -1, time.monotonic(), DRAIN_S
         while True:
             if reason and told != broker.restarts:  # one that was started again knows nothing of it

@@ -35,6 +35,7 @@ from penstock.protocols.messages.membership import (
     Holding,
     Refused,
     Stop,
+    Waits,
     Welcome,
 )
 from penstock.protocols.messages.observing import LedgerReply, LedgerRequest, Status, StatusRequest, StopRun
@@ -146,6 +147,7 @@ __all__ = [
     "TurnKey",
     "TurnRequest",
     "Unwanted",
+    "Waits",
     "Welcome",
     "Work",
     "WorkItem",

@@ -48,6 +48,11 @@ class HeartbeatAck(Message):
     """broker → actor: heard your heartbeat."""
 
 
+class Waits(Message):
+    """broker → actor: it waits for its store, or reads what this run had. It answers nothing meanwhile, and has not
+    forgotten what it was asked."""
+
+
 class Bye(Message):
     """actor → broker: leaving in good order; what it held is free again."""
 

@@ -63,7 +63,8 @@ def _archive(state: BrokerState, step: Step) -> None:
         log.warning("a step is not in the archive", step=step.step, error=str(error))
         return
     try:
-        state.archive.append(batch, step.digest)
+        digest = step.digest
+        state.meanwhile.until(lambda: state.archive.append(batch, digest))  # a disk may be slow
     except OSError as error:
         raise SetupError(f"replay.archive: step {step.step} cannot be written: {error}; mend that, and go on") from None
 

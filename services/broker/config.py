@@ -17,9 +17,6 @@ from penstock.services.runtime.settings import Section, check_bind
 ONE_SET, ONE_GIVEN_SET = "held_out", "given"
 """The name of a single evaluation set that has none: of `PromptsConfig.eval`, and of `PromptsConfig.eval_given`."""
 
-MOST_RETRY_S = 50
-"""As long as a store that does not answer is waited for, at most."""
-
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
 
 
@@ -367,14 +364,9 @@ class StoreConfig(Section):
     fsync: Literal["always", "everysec"] = "always"
     """When the private server writes its file through to the disk: at every write, or once a second, which a power cut
     may cost."""
-    retry_s: float = Field(45.0, gt=0, le=MOST_RETRY_S)
-    """How many seconds the broker waits for a store that does not answer, before it gives up. More than the most is
-    taken as the most."""
+    retry_s: float = Field(300.0, gt=0)
+    """How many seconds the broker waits for a store that has answered and does not any more, before it gives up, e.g.
+    ``900``: a disk may stand still, and a server may give its place to another one. One that never answered is waited
+    for 45 at most; one that reads what it has, for as long as that takes. Everybody else waits with it."""
     shutdown: bool = False
     """When the run is over, the broker ends the server too: for one that serves this run alone, as in a container."""
-
-    @field_validator("retry_s", mode="before")
-    @classmethod
-    def _was_longer(cls, value: Any) -> Any:
-        """Runs of older code have more in their folder: 60 was the default."""
-        return min(value, MOST_RETRY_S) if isinstance(value, int | float) else value

@@ -21,9 +21,9 @@ AGAIN = (m.Finished, m.Scores, m.Generated, m.TurnRequest, m.Note, m.StepColumn)
 
 
 class Meanwhile:
-    """Called now and then, it answers heartbeats, and keeps all else for the next turn; without more room, what
-    is large and will be said again is left out. A store may be away, or have much to read, for longer than anybody
-    waits for a silent broker."""
+    """Called now and then, it answers heartbeats, tells whoever asks for something that it waits, and keeps all else
+    for the next turn; without more room, what is large and will be said again is left out. A store may be away, or have
+    much to read, for longer than anybody waits for a silent broker."""
 
     def __init__(self, router: RouterServer) -> None:
         self._router = router
@@ -39,6 +39,8 @@ class Meanwhile:
             self._from = self._router.received_bytes
         full = self._router.received_bytes - self._from >= TURN_BYTES
         for identity, request, message in self._router.receive(0.0):
+            if request or isinstance(message, m.Heartbeat):
+                self._router.send_now(identity, m.Waits())
             if isinstance(message, m.Heartbeat) and self.knows(identity):
                 self._router.send_now(identity, m.HeartbeatAck())
             elif not (full and isinstance(message, AGAIN)):

@@ -2,4 +2,4 @@
 
 from penstock.services.runtime.registry import ActorSpec
 
-SPEC = ActorSpec(kind="broker", make="", grace_s=160.0, single=True)
+SPEC = ActorSpec(kind="broker", make="", grace_s=640.0, single=True)

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import msgpack
 import redis
 import structlog
+from redis.exceptions import MasterDownError, TryAgainError
 
 from penstock.services.broker.config import StoreConfig
 from penstock.services.runtime.errors import SetupError
@@ -31,6 +32,13 @@ KEPT_BYTES, KEPT_COMMITS = 16 << 20, 2000
 
 ANSWER_S, CONNECT_S = 10.0, 5.0
 """For one answer, and for a connection."""
+
+FIRST_S = 45.0
+"""A store that has never answered is waited for so long at most: its address may be wrong."""
+
+DEMOTED = (redis.ReadOnlyError, MasterDownError, TryAgainError)
+AWAY = (redis.ConnectionError, redis.TimeoutError, *DEMOTED)
+"""What a store says that is not there, or that gives its place to another server just now."""
 
 
 class StoreError(SetupError):
@@ -49,7 +57,9 @@ class Store:
         self, url: str, run: str, config: StoreConfig, key: str | None = None, idle: Callable[[], None] = lambda: None
     ) -> None:
         self._prefix = f"penstock:{run}:"
-        self._retry_s = config.retry_s
+        self._retry_s = min(FIRST_S, config.retry_s)
+        self._own = config.url is None and url.startswith("unix:")
+        """The server is the run's own."""
         self._where = _without_secrets(url)
         # No retries of redis-py's own: a store that comes back may have lost writes, so every break must be seen.
         self._redis = redis.Redis.from_url(url, socket_timeout=ANSWER_S, socket_connect_timeout=CONNECT_S, retry=None)
@@ -60,6 +70,7 @@ class Store:
         self.waited_s = 0.0
         """How long this process has waited for the store so far."""
         self._persist(self._redis.ping)
+        self._retry_s = config.retry_s
         meta = self._prefix + "meta"
         found = self._persist(lambda: self._redis.hget(meta, "key"))
         if found is None:
@@ -166,10 +177,7 @@ class Store:
             line.send_packed_command(line.pack_commands(commands))
             return [line.read_response() for _ in commands]
         except BaseException:  # what it still has to say nobody would understand
-            self._seen = self._line = None
-            if line is not None:
-                line.disconnect()
-                self._redis.connection_pool.release(line)
+            self._hang_up()
             raise
 
     def _commands(self, number: int) -> list[tuple[Any, ...]]:
@@ -192,24 +200,41 @@ class Store:
                 return result
             except redis.AuthenticationError:
                 raise StoreError(f"store.url: {self._where} refused the credentials") from None
-            except (redis.ConnectionError, redis.TimeoutError) as error:
+            except redis.RedisError as error:
+                if not isinstance(error, AWAY) and not str(error).startswith("NOREPLICAS"):
+                    large = "; a group is larger than it takes: CONFIG SET proto-max-bulk-len 1gb, and go on"
+                    raise StoreError(f"store at {self._where}: {error}{large * ('bulk' in str(error))}") from None
+                if not isinstance(error, redis.ConnectionError | redis.TimeoutError):
+                    self._hang_up()  # whoever has its place is found anew
                 # No longer than it can have taken: the time in which this process was stopped is nobody's.
                 waited += wait + min(time.monotonic() - tried, ANSWER_S)
                 if isinstance(error, redis.BusyLoadingError):  # it is there, and reads what it has written
                     waited = 0.0
                 if waited > self._retry_s:
-                    raise StoreError(
-                        f"store.url: no Redis answers at {self._where} ({type(error).__name__}); waited "
-                        f"{self._retry_s:g} s. Start it, correct store.url, or leave store.url out to have a private "
-                        "server"
-                    ) from None
+                    raise StoreError(self._away(error)) from None
                 log.warning("waiting for the store", store=self._where, error=type(error).__name__)
                 self._idle()
                 time.sleep(wait)
                 wait = min(1.0, wait * 2)
-            except redis.RedisError as error:
-                large = "; a group is larger than it takes: CONFIG SET proto-max-bulk-len 1gb, and go on"
-                raise StoreError(f"store at {self._where}: {error}{large * ('bulk' in str(error))}") from None
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._line.disconnect()
+            self._redis.connection_pool.release(self._line)
+        self._seen = self._line = None
+        self._redis.connection_pool.disconnect()
+
+    def _away(self, error: Exception) -> str:
+        said = f"at {self._where} ({type(error).__name__}); waited {self._retry_s:g} s (store.retry_s)"
+        if self._own:
+            return (
+                f"the run's own Redis does not answer {said}. Is its disk full, or so slow that it stands still? See "
+                "logs/redis.stderr in the run's folder; what was acknowledged is kept: go on with --resume"
+            )
+        return (
+            f"store.url: no Redis answers {said}. Start it, correct store.url, or leave store.url out to have a "
+            "private server"
+        )
 
 
 def is_loading(url: str) -> bool:

@@ -14,7 +14,7 @@ SPEC = ActorSpec(
     gpus=lambda config: config.critic.ranks * (config.critic.device != "cpu"),
     columns=lambda config: [Column(name=VALUES, scorer="critic", per="token", of_step=True)],
     unneeded="nothing reads its values: trainer.algorithm.advantage is not gae",
-    grace_s=120.0,  # the step in hand, and a checkpoint
+    grace_s=600.0,  # the step in hand, and a checkpoint
     single=True,
     learns=True,
 )

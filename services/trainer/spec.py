@@ -10,7 +10,7 @@ SPEC = ActorSpec(
     ranks=lambda config: config.trainer.ranks,
     nodes=lambda config: config.trainer.nodes,
     gpus=lambda config: config.trainer.ranks * (config.trainer.device != "cpu"),
-    grace_s=120.0,  # the step in hand, and a checkpoint
+    grace_s=600.0,  # the step in hand, and a checkpoint
     single=True,
     learns=True,
 )

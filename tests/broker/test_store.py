@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
 from penstock.pipeline.run.redis_server import PrivateRedis
 from penstock.services.broker.config import StoreConfig
@@ -129,9 +130,26 @@ def test_a_store_that_reads_what_it_has_is_waited_for_and_others_hear_of_it(serv
 
 
 def test_a_store_that_stays_away_is_an_error(server: Server) -> None:
-    store = open_store(server, retry_s=0.5)
+    stores = [open_store(server, retry_s=0.5)]
+    stores += [Store(server.redis.url, "run", StoreConfig(url=server.redis.url, retry_s=0.5), "k")]
     server.kill()
     started = time.monotonic()
-    with pytest.raises(StoreError, match="no Redis answers"):
-        write(store, 0, 1)
+    for store, why in zip(stores, ("the run's own Redis does not answer at unix://", "no Redis answers"), strict=True):
+        with pytest.raises(StoreError, match=why):
+            write(store, 0, 1)
     assert time.monotonic() - started < 5
+
+
+def test_a_store_that_gives_its_place_to_another_is_waited_for(server: Server) -> None:
+    """As a managed one is maintained: for a while it takes no writes."""
+    store = open_store(server)
+    write(store, 0, 3)
+    beside = redis.Redis.from_url(server.redis.url)
+    beside.execute_command("REPLICAOF", "127.0.0.1", "1")
+    threading.Timer(0.5, lambda: beside.execute_command("REPLICAOF", "NO", "ONE")).start()
+    write(store, 3, 1)
+    assert store.waited_s >= 0.3 and len(store.rows("t")) == 5
+    beside.config_set("min-replicas-to-write", 1)
+    threading.Timer(0.5, lambda: beside.config_set("min-replicas-to-write", 0)).start()
+    write(store, 4, 1)
+    assert len(store.rows("t")) == 6

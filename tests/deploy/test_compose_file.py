@@ -82,7 +82,7 @@ def test_networks_are_as_the_docs_say(name: str) -> None:
 def test_every_actor_is_watched_and_given_time(name: str) -> None:
     service = SERVICES[name]
     assert "PENSTOCK_HEALTH_FILE" in service["healthcheck"]["test"][1] and service["restart"].startswith("on-failure")
-    assert int(service["stop_grace_period"].removesuffix("s")) >= (150 if kind(name) in ("trainer", "critic") else 60)
+    assert int(service["stop_grace_period"].removesuffix("s")) >= (630 if kind(name) in ("trainer", "critic") else 60)
     assert all(at["condition"] == "service_healthy" for at in service["depends_on"].values())
     suffix = name.removeprefix(kind(name))
     assert all(f"{kind(other)}{suffix}" == other for other in service["depends_on"]), "its own profile's"

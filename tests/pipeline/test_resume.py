@@ -104,13 +104,6 @@ def test_what_the_config_names_is_found_from_any_folder(
     assert config.model.path == str(project / "model")  # type: ignore[union-attr]
 
 
-def test_a_run_of_older_code_that_waited_longer_for_its_store_goes_on(folder: Path) -> None:
-    own = folder / "config.yaml"
-    own.write_text(own.read_text().replace("retry_s: 45.0", "retry_s: 60.0"))
-    config, _, changed = resumed(folder, None, ["gate.max_lag=1"])
-    assert config.store.retry_s == 50 and changed == ["gate.max_lag: 3 → 1"]
-
-
 def test_another_kind_of_model_is_named_by_its_kind(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r'model\.type: "pretrained", but the run began with "tiny"'):
         resumed(folder, None, ["model={type: pretrained, path: x/y}"])

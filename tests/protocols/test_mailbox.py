@@ -33,6 +33,7 @@ from penstock.protocols.messages import (
     Refused,
     Stop,
     Take,
+    Waits,
     Welcome,
     from_envelope,
 )
@@ -350,6 +351,24 @@ def test_a_hello_that_is_on_its_way_behind_what_is_large_is_not_said_again(
     assert len(said) == 1 and sum(isinstance(m, Heartbeat) for _, _, m in broker.seen) >= 3
     broker.exchange.send("tester#1", Welcome(run="test", heartbeat_s=1.0))  # and one that is started once more
     until(lambda: len(said) == 2, 5, "another hello")
+
+
+def test_time_in_which_the_broker_waits_for_its_store_is_nobodys(
+    broker: Answering, box: Mailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mb, "WAITS_S", 1.2)
+    monkeypatch.setattr(mb, "RESEND_S", 0.1)
+    began = time.monotonic()
+
+    def answer(*_: Any) -> Message | None:
+        passed = time.monotonic() - began
+        return Ack() if passed > 1.5 else Waits() if passed < 1.2 else None
+
+    broker.answer = answer
+    assert box.ask(Take(step=1), 0.3) == Ack() and time.monotonic() - began > 1.4
+    broker.answer = lambda *_: None
+    with pytest.raises(DeadlineError, match="Take: no answer"):
+        box.ask(Take(step=2), 0.3)
 
 
 def throttled(port: int, bytes_s: int) -> int:
