@@ -90,6 +90,13 @@ class Batch(Message):
     """Steps committed so far. A step below that is being redone: its version is not published again."""
 
 
+class Skip(Message):
+    """broker → a learner that follows the trainer and has asked for a batch: its next step is this one, as it is. What
+    it has learned of later ones is of another store, or what it would learn of earlier ones is lost."""
+
+    step: int
+
+
 class Exhausted(Message):
     """broker → learner: there is no such step; ``steps`` is where the run ends."""
 

@@ -13,8 +13,10 @@ from penstock.protocols.columns import Column
 from penstock.protocols.experience import Prompt, Purpose
 from penstock.services.broker import clock
 from penstock.services.broker.batches import batch_for
+from penstock.services.broker.followers import step_to_go_on_with
 from penstock.services.broker.granting import SUSPECT_AFTER, Room, grant_groups
 from penstock.services.broker.membership import Member
+from penstock.services.broker.payloads import PayloadLostError
 from penstock.services.broker.rules.leases import Lease
 from penstock.services.broker.rules.ledger import LedgerError
 from penstock.services.broker.rules.replay_buffer import Entry
@@ -213,15 +215,23 @@ class Scheduler:
 
     def _answer_take(self, kind: str, waiting: Waiting, now: float) -> m.Message | None:
         state, ledger = self._state, self._state.groups.ledger
+        follows = kind != "trainer"
+        if follows and (skip := step_to_go_on_with(state, kind, waiting.step)):
+            return skip
         # Who only follows the trainer may be ahead of it, and waits.
-        early = kind != "trainer" and waiting.step == ledger.length and not ledger.may_take
+        early = follows and (waiting.step > ledger.length or (waiting.step == ledger.length and not ledger.may_take))
         if state.progress.phase in ("training", "evaluating_after") and not early:
             try:
                 step = state.groups.take(waiting.step, self._step_seed(waiting.step))
             except LedgerError as error:
                 return m.Refused(code="bad_message", reason=str(error))
-            if step and (kind != "trainer" or not state.lacking(step)):
-                return batch_for(state, step, kind)
+            if step and (follows or not state.lacking(step)):
+                try:
+                    return batch_for(state, step, kind)
+                except PayloadLostError:
+                    if not follows or step.digest is None:
+                        raise
+                    return m.Skip(step=step.step + 1)  # it is trained already, and known from the trainer alone
             if not step and state.groups.ended(waiting.step):
                 last = waiting.step >= state.settings.steps
                 reason = "the run's last step is done" if last else state.progress.early or "the prompts ended"

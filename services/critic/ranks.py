@@ -72,6 +72,8 @@ class WorkerRank:
                 assert batch
                 self._steps.train(batch)
                 self._steps.digest()
+            elif what == "skip":
+                self._steps.learner.version = int(world.share())
             elif what == "save":
                 self._steps.saver.begin()
             elif what == "end":

@@ -11,7 +11,7 @@ import structlog
 import torch
 
 from penstock.protocols.columns import VALUES
-from penstock.protocols.messages import Batch, Learned, StepColumn
+from penstock.protocols.messages import Batch, Learned, Skip, StepColumn
 from penstock.services.critic.config import CriticConfig
 from penstock.services.critic.learner import CriticLearner
 from penstock.services.critic.ranks import Steps, WorkerRank
@@ -65,7 +65,22 @@ class Critic:
         return reason
 
     def _take(self) -> Batch | None:
-        return self._desk.take(self._learner.version, self._tail[-1]["groups"] if self._tail else [])
+        while True:
+            said = self._desk.take(self._learner.version, self._tail[-1]["groups"] if self._tail else [])
+            if not isinstance(said, Skip):
+                return said
+            log.warning("goes on with another step: the store is not the one before", step=said.step, was=self.version)
+            self._saving.finish(final=False)
+            self._world.order("skip")
+            self._world.share(str(said.step).encode())
+            self._steps.saver.forget_above(said.step)
+            self._learner.version = self.actor.version = said.step
+            self._tail = []
+
+    @property
+    def version(self) -> int:
+        """How many steps it knows of."""
+        return self._learner.version
 
     def _train(self, batch: Batch) -> None:
         started = valued = time.monotonic()

@@ -112,6 +112,15 @@ class Saver:
                 path_of(self._folder, old).rename(aside)
                 shutil.rmtree(aside)
 
+    def forget_above(self, version: int) -> None:
+        """Those of later versions, which others will be called."""
+        for later in versions(self._folder):
+            if later > version:
+                aside = _aside(path_of(self._folder, later))
+                shutil.rmtree(aside, ignore_errors=True)
+                path_of(self._folder, later).rename(aside)
+                shutil.rmtree(aside, ignore_errors=True)
+
     def close(self) -> None:
         """Until nothing is being written. Raises what went wrong."""
         if self._last is not None:

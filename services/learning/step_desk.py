@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 
 from penstock.protocols.mailbox import DeadlineError, FencedError, RefusedError
-from penstock.protocols.messages import Batch, Exhausted, HelloNeeded, Message, Stop, Take
+from penstock.protocols.messages import Batch, Exhausted, HelloNeeded, Message, Skip, Stop, Take
 from penstock.services.runtime import failpoint, health
 from penstock.services.runtime.actor import Actor
 from penstock.services.runtime.errors import SetupError
@@ -69,8 +69,9 @@ class StepDesk:
             self._keep_awake()
         return self.stopped
 
-    def take(self, step: int, after: Sequence[int] = ()) -> Batch | None:
-        """The batch of ``step``; None when the run is over, or the learner is to stop. ``after`` are the groups of
+    def take(self, step: int, after: Sequence[int] = ()) -> Batch | Skip | None:
+        """The batch of ``step``, or which step a learner that follows the trainer is to go on with; None when the run
+        is over, or the learner is to stop. ``after`` are the groups of
         the step before, where it knows. A wait that lasts is logged with its reason."""
         waited, deadline_s = time.monotonic(), TAKE_DEADLINE_S
         while True:
@@ -97,7 +98,7 @@ class StepDesk:
             if isinstance(reply, Exhausted):
                 log.info("no more steps", steps=reply.steps, reason=reply.reason)
                 return None
-            assert reply is None or isinstance(reply, Batch)
+            assert reply is None or isinstance(reply, Batch | Skip)
             failpoint.reach(self._point, step)
             return reply
 

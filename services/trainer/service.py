@@ -22,6 +22,7 @@ from penstock.protocols.messages import (
     LedgerTail,
     Message,
     Resumed,
+    Skip,
 )
 from penstock.services.learning import checkpoint
 from penstock.services.learning.saving import Saving
@@ -135,6 +136,7 @@ class Trainer:
         """The next batch, once there is one; others may have the devices meanwhile."""
         self._rest()
         batch = self._desk.take(self._learner.version)
+        assert not isinstance(batch, Skip)
         if batch is not None:
             self._work()
         return batch

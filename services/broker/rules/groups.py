@@ -57,6 +57,8 @@ class GroupTracker:
         self.leases = Leases(journal)
         self.replay = Replay(journal, columns, source_of)
         self.ledger = Ledger(journal)
+        self.told = False
+        """The trainer has said which steps it remembers, since this process began."""
         self._recent_drops = {int(number) for number in journal.rows("dropped")}
         self._forgotten_drops = journal.rows("counters").get("dropped", {"count": 0})["count"]
         gate.remember(self._recent_drops, self._forgotten_drops)
@@ -140,6 +142,7 @@ class GroupTracker:
 
     def merge(self, tail: Sequence[LedgerRow]) -> None:
         """The trainer remembers committing these steps: what the store has lost of them is true again."""
+        self.told = True
         new, now = not self.ledger.length, clock.now()
         lost: list[LedgerRow] = []
         try:
