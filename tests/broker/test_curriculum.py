@@ -50,6 +50,15 @@ def test_where_all_rest_nobody_looks_again_at_each_draw() -> None:
     assert prompts.row(curriculum.next(2 * SIZE)) == woken
 
 
+def test_what_rests_wakes_when_it_would_have_though_the_data_has_grown() -> None:
+    kept, bounds, rows = Kept(), Bounds(0.0, 1.0, 2, 2), stream()
+    Curriculum(kept, bounds, SIZE, rows.row).measured(20 * SIZE, 0.0)  # it rests in epochs 21 and 22
+    row = rows.row(20 * SIZE)
+    larger = Curriculum(kept, bounds, 3 * SIZE, lambda draw: row)
+    begins = next(draw for draw in range(20 * SIZE, 40 * SIZE) if larger.next(draw) == draw)
+    assert 22 * SIZE <= begins <= 26 * SIZE, "as near to it as the larger epochs allow"
+
+
 @given(
     worth=st.lists(st.sampled_from([0.0, 0.05, 0.5, 0.95, 1.0]), min_size=SIZE, max_size=SIZE),
     rest_hard=st.integers(0, 3),

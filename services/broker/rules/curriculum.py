@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.services.broker.rules.journal import Journal
@@ -30,7 +30,7 @@ class Curriculum:
 
     def __init__(self, journal: Journal, bounds: Bounds | None, size: int, row_of: Callable[[int], int]) -> None:
         self._journal, self._bounds, self._size, self._row_of = journal, bounds, size, row_of
-        self._until: dict[int, int] = {int(row): said["until"] for row, said in journal.rows(TABLE).items()}
+        self._until: dict[int, int] = {int(row): self._epoch_of(said) for row, said in journal.rows(TABLE).items()}
         """Row to the last epoch in which it rests."""
         self._epoch = 0
         self._resting = range(0)
@@ -46,10 +46,15 @@ class Curriculum:
             if until < self._until.get(row, -1):
                 self._resting = range(0)
             self._until[row] = until
-            self._journal.put(TABLE, row, {"until": self._until[row]})
+            self._journal.put(TABLE, row, {"until": self._until[row], "size": self._size})
         elif self._until.pop(row, None) is not None:
             self._resting = range(0)
             self._journal.delete(TABLE, row)
+
+    def _epoch_of(self, said: Mapping[str, int]) -> int:
+        """The last in which a row rests, where epochs were of another ``size`` when that was said: data may grow."""
+        then = said.get("size", self._size)
+        return ((said["until"] + 1) * then - 1) // self._size
 
     def next(self, draw: int) -> int:
         """The first draw from ``draw`` on whose prompt does not rest; ``draw`` itself, where all do."""
