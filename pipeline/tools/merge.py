@@ -73,12 +73,12 @@ def merge(
 def _write_merged(checkpoint: Path, about: AdapterShape, out: Path, dtype: Dtype) -> None:
     import torch
     from peft import PeftModel
-    from transformers import AutoTokenizer, GenerationConfig
+    from transformers import GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
     from penstock.services.modeling.dtypes import DTYPES
     from penstock.services.modeling.generation_config import write_generation_config
-    from penstock.services.modeling.load import folder_of, load_model
+    from penstock.services.modeling.load import folder_of, load_model, load_tokenizer
     from penstock.services.modeling.processor_files import read_processor, write_processor
 
     disable_progress_bar()
@@ -89,7 +89,7 @@ def _write_merged(checkpoint: Path, about: AdapterShape, out: Path, dtype: Dtype
     told, merged.generation_config = merged.generation_config, GenerationConfig()
     merged.to(DTYPES[dtype]).save_pretrained(out)
     write_processor(read_processor(folder_of(about.base, "CHECKPOINT")), out)
-    tokenizer = AutoTokenizer.from_pretrained(str(checkpoint))
+    tokenizer = load_tokenizer(str(checkpoint))
     write_generation_config(told, tokenizer, out)
     tokenizer.save_pretrained(out)
 

@@ -149,7 +149,7 @@ def load_tokenizer(path: str, template: Mapping[str, Any] | None = None, key: st
     from transformers import AutoTokenizer
 
     try:
-        found = AutoTokenizer.from_pretrained(path)
+        found = AutoTokenizer.from_pretrained(path, mistral_format=False)  # mistral-common's knows of no chat template
     except (OSError, ValueError) as error:
         raise ModelError(not_loaded(path, "tokenizer", error, key)) from error
     if own := (template or {}).get("chat_template"):
@@ -205,6 +205,10 @@ def not_loaded(path: str, what: str, error: BaseException, key: str = "model.pat
     )
 
 
+_TWICE = ("consolidated*", "original/*", "metal/*")
+"""Weights that a repository has once more, for other libraries."""
+
+
 def folder_of(path: str, key: str = "model.path") -> Path:
     """Where the files of the model at ``path`` are, a folder or a hub name, which the config's ``key`` gives. Raises
     `ModelError`."""
@@ -214,6 +218,7 @@ def folder_of(path: str, key: str = "model.path") -> Path:
 
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
     try:
-        return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"], local_files_only=offline))
+        wanted = {"allow_patterns": ["*.safetensors", "*.json"], "ignore_patterns": _TWICE}
+        return Path(snapshot_download(path, **wanted, local_files_only=offline))
     except Exception as error:  # the hub's own errors are of many kinds, and all say that it cannot be had
         raise ModelError(not_loaded(path, "model", error, key)) from error

@@ -30,8 +30,11 @@ def test_the_page_is_up_to_date() -> None:
     assert stands == page(), "the config's models have changed; run: penstock config --markdown > docs/configuration.md"
 
 
-def test_the_introductions_examples_work() -> None:
-    whole, part = re.findall(r"```yaml\n(.*?)```", INTRODUCTION, re.S)
+def test_the_introductions_examples_work(tmp_path: Path) -> None:
+    whole, more, part = re.findall(r"```yaml\n(.*?)```", INTRODUCTION, re.S)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "more.yaml").write_text(more.replace("..", str(ROOT)))
+    assert load(tmp_path / "runs" / "more.yaml").trainer.steps == 1000
     assert parse(yaml.safe_load(whole)).gate.max_lag == 2
     parse(yaml.safe_load(whole) | yaml.safe_load(part))
     commands = re.findall(r"^penstock run (.*)$", INTRODUCTION, re.M)

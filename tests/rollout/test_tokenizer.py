@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import string
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 import yaml
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
+from transformers import MistralConfig, PreTrainedTokenizerFast
 
 from penstock.pipeline.config import Config, load
 from penstock.pipeline.config.load import as_yaml, dump
@@ -148,3 +150,15 @@ def test_an_observation_has_the_tokens_that_it_has_in_the_whole_chat(rstrip: boo
     assert whole[: len(begun)] == begun
     assert whole[answered:] == mine.observe("so", True, end).tolist()
     assert mine.observe("so", True, library.convert_tokens_to_ids("a")).tolist() == whole[answered - 1 :]
+
+
+def test_mistrals_own_tokenizer_beside_it_takes_no_chat_template_away(tmp_path: Path) -> None:
+    common = pytest.importorskip("mistral_common")
+    tokenizer = make_tokenizer(set(string.printable))
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path)
+    MistralConfig(vocab_size=131072, architectures=["MistralForCausalLM"]).save_pretrained(tmp_path)
+    shutil.copy(Path(common.__file__).parent / "data" / "tekken_240911.json", tmp_path / "tekken.json")
+    found = Tokenizer(str(tmp_path))
+    assert found.has_template and found.plain.chat_template == TEMPLATE
+    assert found.stop_ids

@@ -93,6 +93,7 @@ def engine_arguments(
             hint = f"; did you mean {close[0]}?" if close else ""
             raise SetupError(f"rollout.engine.vllm.{name}: vLLM has no such engine argument{hint}")
     arguments: dict[str, Any] = {
+        "config_format": "hf",  # where Mistral's own lies beside it, that is of another architecture
         "model": model_path,
         "dtype": dtype,
         "max_num_seqs": config.max_sequences + 1,  # a score always has a seat
