@@ -297,6 +297,7 @@ CHECKS: dict[str, Check] = {
     "gpg_advantage": advantage(gpg),
     "gpg_loss": loss(reinforce),
     "grpo": advantage(grpo),
+    "grpo_leave_one_out": advantage(grpo),
     "grpo_no_std": advantage(grpo, std=False),
     "grpo_passk": advantage(grpo_passk),
     "gspo": loss(gspo),

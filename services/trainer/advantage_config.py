@@ -25,7 +25,8 @@ from penstock.services.trainer.choice import Choice
 
 
 class GroupAdvantage(Choice):
-    """Rewards standardised within the group; without `std`, Dr. GRPO's; with the step's, Lite PPO's."""
+    """Rewards standardised within the group; without `std`, Dr. GRPO's; with the step's, Lite PPO's; beside the others
+    of the group alone with `leave_one_out`."""
 
     implementation = "advantages.grpo:grpo"
     paper = "Shao et al. 2024, arXiv:2402.03300; Liu et al. 2025, arXiv:2503.20783, arXiv:2508.08221"
@@ -34,6 +35,9 @@ class GroupAdvantage(Choice):
     std: bool | Literal["step"] = True
     """Divide by the group's standard deviation; false: not, as Dr. GRPO does; ``step``: by that of all the step's
     rewards, as Lite PPO does."""
+    leave_one_out: bool = False
+    """Mean and deviation are those of the group's others, e.g. ``true``: a lone success of 16 is worth 1.0, and nothing
+    is divided where the others are all equal. Without `std` it is `rloo`."""
 
 
 class LeaveOneOutAdvantage(Choice):

@@ -51,3 +51,19 @@ class Groups:
     def compared(self, values: torch.Tensor, std: bool) -> torch.Tensor:
         """``[rows]``: `standardised` with ``std``, else `centred`."""
         return self.standardised(values) if std else self.centred(values)
+
+    def beside_others(self, values: torch.Tensor, std: bool) -> torch.Tensor:
+        """``[rows]``: each less the mean of its group's others; with ``std`` divided by (their unbiased standard
+        deviation + 1e-6), where they are not all equal. A group of one keeps its value."""
+        found = values.clone()
+        for rows in torch.argsort(self.member, stable=True).split(self.count.long().tolist()):
+            size = len(rows)
+            if size == 1:
+                continue
+            alone = torch.eye(size, dtype=torch.bool, device=values.device)
+            others = values[rows].expand(size, size)[~alone].view(size, size - 1)
+            found[rows] = values[rows] - others.mean(-1)
+            if std and size > 2:
+                differ = others.amax(-1) > others.amin(-1)  # of equal ones rounding leaves no deviation of 0
+                found[rows] /= torch.where(differ, others.std(-1) + 1e-6, 1.0)
+        return found
