@@ -185,6 +185,10 @@ class AlgorithmConfig(Section):
     ``behaviour`` holds that ratio already, and both together would count it twice. See docs/algorithms.md."""
     kl: KLConfig = KLConfig()
     """A penalty for leaving the reference model."""
+    sampler_penalty: float = Field(0.0, ge=0)
+    """What the square of a token's log(π/μ) adds to the loss, μ being the policy that sampled it, e.g. ``0.001``: it
+    draws every sampled token back, also those that a clip, a trust region, `reject` or `entropy_share` leaves out; 0:
+    nothing (Kimi K2.5, arXiv:2602.02276, beside ``dppo_tv`` in prime-rl)."""
     entropy_bonus: float = Field(0.0, ge=0)
     """What a nat of the policy's entropy takes off the loss, by token, e.g. ``0.001``: it keeps the policy from
     settling early. The entropy is exact, over the whole vocabulary, or with `rollout.sampling.candidates` over

@@ -183,6 +183,25 @@ def test_what_is_rejected_has_no_gradient_and_at_lag_0_nothing_is(seed: int) -> 
     torch.testing.assert_close(loss_and_gradient(chosen, list(range(12)), fresh)[1], plain[1])
 
 
+@quick
+@given(seed=seeds)
+def test_the_penalty_to_the_sampler_is_of_all_tokens_whatever_leaves_them_out(seed: int) -> None:
+    """prime-rl's default loss: Σ (−[kept] A π/μ + τ log²(π/μ)) / tokens, of which kept are those within the region."""
+    _, mask, _, log_prob, behaviour, advantages = numbers = a_step(seed)
+    how = {"loss": {"type": "dppo_tv", "threshold_low": 0.2, "threshold_high": 0.2}, "sampler_penalty": 0.3}
+    chosen = Algorithm(AlgorithmConfig.model_validate(how))
+    _, gradient = loss_and_gradient(chosen, list(range(12)), numbers)
+    leaf = log_prob.clone().requires_grad_()
+    moved = log_prob.exp() - behaviour.exp()
+    kept = torch.where(advantages > 0, moved <= 0.2, moved >= -0.2)
+    d = leaf - behaviour
+    theirs = ((-kept.double() * advantages * d.exp() + 0.3 * d.square()) * mask).sum() / mask.sum()
+    torch.testing.assert_close(gradient, torch.autograd.grad(theirs, leaf)[0])
+    left_out = Algorithm(AlgorithmConfig.model_validate(how | {"reject": [{"kind": "token_k3", "upper": 1e-30}]}))
+    _, gradient = loss_and_gradient(left_out, list(range(12)), numbers)
+    torch.testing.assert_close(gradient, 0.6 * (log_prob - behaviour) * mask / mask.sum())
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_what_it_expands_to(name: str) -> None:
     config = AlgorithmConfig.model_validate({"preset": name, "length_scale": 12})

@@ -252,6 +252,8 @@ class Algorithm:
             kl = kl_penalty(part.log_prob, reference, how.kind, how.gradient, part.behaviour)
             losses = losses + config.kl.coefficient * kl
             metrics["reference_kl"] = masked_mean(kl.detach(), part.mask)
+        if config.sampler_penalty:
+            losses = losses + config.sampler_penalty * (part.log_prob - part.behaviour).square()
         if part.entropy is not None:
             losses = losses - config.entropy_bonus * part.entropy
             metrics["entropy"] = masked_mean(part.entropy.detach(), part.mask)
