@@ -131,12 +131,13 @@ class DistillConfig(Section):
     teachers: dict[str, Annotated[float, Field(gt=0)]] = Field({"teacher": 1.0}, min_length=1)
     """Columns of scorers ``teacher`` with the option `top_k`, each with its weight in the mean, e.g.
     ``{maths: 0.5, law: 0.5}``; of those that are not asked for a prompt's source there is none."""
-    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    divergence: Literal["forward_kl", "reverse_kl", "mixed", "jsd"] = "forward_kl"
     """From teacher to policy (``forward_kl``: the policy says all that the teacher does), from policy to teacher
-    (``reverse_kl``: it says nothing that the teacher does not), or in between (``jsd``), e.g. ``jsd``."""
+    (``reverse_kl``: it says nothing that the teacher does not), a weighted mean of these two (``mixed``), or in between
+    (``jsd``), e.g. ``jsd``."""
     beta: float = Field(0.5, gt=0, lt=1)
-    """Of ``jsd``: the teacher's share in what both are compared with, e.g. ``0.1``; near 0 it is this times
-    forward_kl, near 1 the rest times reverse_kl."""
+    """Of ``mixed``: the share of forward_kl, e.g. ``0.7``. Of ``jsd``: the teacher's share in what both are compared
+    with, e.g. ``0.1``; near 0 it is this times forward_kl, near 1 the rest times reverse_kl."""
     coefficient: float = Field(1.0, gt=0)
     """What a nat of it, by token, adds to the loss, e.g. ``0.1``."""
 

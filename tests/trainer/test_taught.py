@@ -33,7 +33,7 @@ from tests.conftest import make_group
 from tests.trainer.rank_program import a_model
 from tests.trainer.steps import a_step, gradient
 
-KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1)]
+KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("mixed", 0.3)]
 VOCABULARY = 9
 
 
@@ -41,7 +41,8 @@ def by_hand(p: np.ndarray, q: np.ndarray, kind: str, beta: float) -> np.ndarray:
     """float64 ``[tokens]``, from probabilities ``[tokens, outcomes]``."""
     m = beta * p + (1 - beta) * q
     forward, reverse, p_m, q_m = ((a * np.log(a / b)).sum(-1) for a, b in ((p, q), (q, p), (p, m), (q, m)))
-    return {"forward_kl": forward, "reverse_kl": reverse, "jsd": beta * p_m + (1 - beta) * q_m}[kind]
+    of_two = {"jsd": beta * p_m + (1 - beta) * q_m, "mixed": beta * forward + (1 - beta) * reverse}
+    return (of_two | {"forward_kl": forward, "reverse_kl": reverse})[kind]
 
 
 def cut(probabilities: np.ndarray, ids: np.ndarray) -> np.ndarray:
