@@ -11,6 +11,8 @@ from penstock.services.runtime import registry
 
 TAUGHT_BY = "trainer.algorithm.distill.teachers"
 """The key that names whose whole distribution is learned."""
+ADVANTAGE_BY = "trainer.algorithm.teacher_advantage.teachers"
+"""The key that names who adds to each token's advantage."""
 
 
 def columns_read(config: Any) -> dict[str, str]:
@@ -20,6 +22,8 @@ def columns_read(config: Any) -> dict[str, str]:
     for choice in ("advantage", "loss", "correction"):
         for name in getattr(getattr(algorithm, choice), "columns", ()):
             found[name] = f"trainer.algorithm.{choice}.columns"
+    if algorithm.teacher_advantage:
+        found |= dict.fromkeys(algorithm.teacher_advantage.teachers, ADVANTAGE_BY)
     if algorithm.kl.coefficient > 0:
         found[REFERENCE] = "trainer.algorithm.kl.coefficient"
     if algorithm.distill:
@@ -95,7 +99,7 @@ def check_columns(config: Any) -> None:
             "(where the algorithm reads none, any will do), or name a scorer's column in reward.columns"
         )
     by_token = table.by_token - {term for total in table.sums for term in total.terms}
-    _check_shapes(config.trainer.algorithm.advantage, table.by_token, by_token)
+    _check_shapes(config.trainer.algorithm, table.by_token, by_token)
     for index, constraint in enumerate(config.trainer.algorithm.constraints):
         if constraint.column in by_token:
             raise ValueError(
@@ -161,8 +165,9 @@ def _teachers_temperature(scorer: Any) -> float | None:
     return float(scorer.options.get("temperature", 1.0)) if scorer.scorer == "teacher" else None
 
 
-def _check_shapes(advantage: Any, by_token: set[str], by_token_alone: set[str]) -> None:
+def _check_shapes(algorithm: Any, by_token: set[str], by_token_alone: set[str]) -> None:
     """``by_token_alone``: columns that are no term of the reward, which would have their sum by trajectory too."""
+    advantage = algorithm.advantage
     if advantage.type == "gdpo" and (wrong := by_token_alone.intersection(advantage.columns)):
         raise ValueError(
             f"trainer.algorithm.advantage.components: {min(wrong)} has a value for each token; gdpo compares "
@@ -173,11 +178,13 @@ def _check_shapes(advantage: Any, by_token: set[str], by_token_alone: set[str]) 
             f"trainer.algorithm.advantage.role: {advantage.role} has a value for each token, and a role is one of a "
             "trajectory"
         )
-    if advantage.type == "distillation" and (wrong := set(advantage.columns) - by_token):
-        raise ValueError(
-            f"trainer.algorithm.advantage.teachers: {min(wrong)} has a value for each trajectory; a teacher has a "
-            "log-probability for each token"
-        )
+    taught = {"trainer.algorithm.advantage.teachers": advantage.columns} if advantage.type == "distillation" else {}
+    taught |= {ADVANTAGE_BY: algorithm.teacher_advantage.teachers} if algorithm.teacher_advantage else {}
+    for key, teachers in taught.items():
+        if wrong := set(teachers) - by_token:
+            raise ValueError(
+                f"{key}: {min(wrong)} has a value for each trajectory; a teacher has a log-probability for each token"
+            )
 
 
 def _check_order(table: ColumnTable) -> None:

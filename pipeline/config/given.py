@@ -119,7 +119,16 @@ def _unread(config: Any) -> Iterator[tuple[str, str]]:
     if algorithm.given.compared:
         yield "trainer.algorithm.given.compared", "there is nothing to compare with"
     own = ("advantage", "loss", "correction", "reject", "ratio", "kl", "entropy_bonus", "entropy_share", "imitate")
-    for name in (*own, "sampler_penalty", "distill", "constraints", "reward_shape", "whiten", "advantage_bound"):
+    for name in (
+        *own,
+        "sampler_penalty",
+        "teacher_advantage",
+        "distill",
+        "constraints",
+        "reward_shape",
+        "whiten",
+        "advantage_bound",
+    ):
         if getattr(algorithm, name) != getattr(plain, name):
             yield f"trainer.algorithm.{name}", "it is of what the policy says"
     if config.replay.filter != NoFilter():

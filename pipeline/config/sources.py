@@ -118,8 +118,10 @@ def _check_teachers(config: Any, trained: Sequence[str]) -> None:
     advantage = algorithm.advantage
     if isinstance(advantage, DistillationAdvantage):
         key, teachers = "advantage", [name for name, weight in advantage.teachers.items() if weight]
-    elif isinstance(advantage, NoAdvantage) and algorithm.distill:
-        key, teachers = "distill", list(algorithm.distill.teachers)
+    elif isinstance(advantage, NoAdvantage) and (algorithm.distill or algorithm.teacher_advantage):
+        said = {"distill": algorithm.distill, "teacher_advantage": algorithm.teacher_advantage}
+        key = "distill" if algorithm.distill else "teacher_advantage"
+        teachers = [name for term in said.values() if term for name in term.teachers]
     else:
         return
     untaught = [s for s in trained if not any(by_name[name].asked(s) for name in teachers)]

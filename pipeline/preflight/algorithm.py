@@ -35,12 +35,13 @@ def look(config: Config, report: Report) -> None:
             f"{algorithm.loss.type} has no ratio, which says how far the policy has moved on within a step; "
             "take one update a step with it, or a loss that clips"
         )
-    taught = getattr(algorithm.advantage, "teachers", {})
-    if algorithm.advantage.type == "distillation" and REFERENCE in taught and config.reference.path is None:
-        report.notes.append(
-            "trainer.algorithm.advantage: its teacher is the reference, which is the model that training starts from; "
-            "set reference.path to the teacher, or name scorers as advantage.teachers"
-        )
+    taught = {name: getattr(algorithm, name) for name in ("advantage", "teacher_advantage")}
+    for name in [name for name, by in taught.items() if REFERENCE in getattr(by, "teachers", {})]:
+        if config.reference.path is None:
+            report.notes.append(
+                f"trainer.algorithm.{name}: its teacher is the reference, which is the model that training starts "
+                f"from; set reference.path to the teacher, or name scorers as {name}.teachers"
+            )
     own = [c for c in ("advantage", "loss", "correction") if isinstance(getattr(algorithm, c), CustomFunction)]
     if not own:
         return

@@ -23,6 +23,8 @@ def advantage_columns(
     step was taken when nobody asked for what is read."""
     advantage = config.advantage
     found = {name: step.column(name, rows, name not in step.values or advantage.by_token) for name in advantage.columns}
+    if config.teacher_advantage:
+        found |= {name: step.column(name, rows) for name in config.teacher_advantage.teachers}
     if step.greedy is not None:
         found[GREEDY] = shaped(torch.from_numpy(step.greedy[rows]), config.reward_shape)
     elif advantage.type == "remax":

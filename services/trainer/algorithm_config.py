@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from penstock.protocols.columns import PICKED, POLICY
+from penstock.protocols.columns import PICKED, POLICY, REFERENCE
 from penstock.services.learning.config import ConstraintConfig, KLConfig, Penalties, RewardShape
 from penstock.services.runtime.settings import Section
 from penstock.services.trainer.advantage_config import BuiltInAdvantage, GroupAdvantage
@@ -142,6 +142,18 @@ class DistillConfig(Section):
     """What a nat of it, by token, adds to the loss, e.g. ``0.1``."""
 
 
+class TeacherAdvantageConfig(Section):
+    """On-policy distillation beside any advantage: how much likelier teachers find each sampled token than the policy
+    that sampled it (Lu et al. 2025), which in the mean is the reverse KL divergence with the sign turned."""
+
+    teachers: dict[str, Annotated[float, Field(gt=0)]] = Field({REFERENCE: 1.0}, min_length=1)
+    """Columns of log-probabilities, each with its weight in the mean: ``{reference: 1.0}`` is the model of
+    `reference.path`; others are scorers, e.g. ``{maths: 0.5, law: 0.5}``; of those that are not asked for a prompt's
+    source there is none."""
+    coefficient: float = Field(1.0, gt=0)
+    """What a nat of it adds to the token's advantage, e.g. ``0.1``."""
+
+
 class CustomFunction(Traits):
     """A function of your own. Its arguments and what it returns: docs/extending.md."""
 
@@ -209,6 +221,9 @@ class AlgorithmConfig(Section):
     distill: DistillConfig | None = None
     """A term of the loss that draws the policy to teachers' whole distributions, e.g. ``{teachers: {teacher: 1.0}}``;
     null: none. See docs/algorithms.md."""
+    teacher_advantage: TeacherAdvantageConfig | None = None
+    """What teachers add to each token's advantage, of whatever kind that is, before `whiten` and `advantage_bound`,
+    e.g. ``{teachers: {reference: 1.0}, coefficient: 0.1}``; null: nothing. See docs/algorithms.md."""
     whiten: bool = False
     """Less their mean over all sampled tokens of the step, and divided by their deviation, are advantages of every
     kind, e.g. ``true``; `gae`, `gdpo` and the two of REINFORCE++ are by themselves."""
@@ -284,16 +299,32 @@ class AlgorithmConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _teachers_tell_sampled_tokens_apart(self) -> AlgorithmConfig:
+        if self.teacher_advantage and self.loss.type == "geo_mean":
+            raise ValueError(
+                "teacher_advantage: it tells tokens apart, and each token of loss=geo_mean has the whole trajectory's "
+                "loss; take another loss, e.g. ppo_clip"
+            )
+        if self.teacher_advantage and self.given.compared:
+            raise ValueError(
+                "teacher_advantage: it reads what the policy said of each token, and of a given answer it said "
+                "nothing; set given.compared to false"
+            )
+        return self
+
     @property
     def learns_from_sampled(self) -> bool:
         """Something is learned from what the policy has sampled."""
-        beside = self.distill or self.imitate.coefficient or self.entropy_bonus or self.kl.coefficient
+        beside = self.distill or self.teacher_advantage or self.imitate.coefficient
+        beside = beside or self.entropy_bonus or self.kl.coefficient
         return bool(self.advantage.type != "none" or beside or self.loss.type == "custom")
 
     @property
     def equal_is_idle(self) -> bool:
         """A group whose rewards are all equal teaches nothing."""
-        beside = self.constraints or self.kl.in_reward or self.imitate.coefficient or self.distill
+        taught = self.distill or self.teacher_advantage
+        beside = self.constraints or self.kl.in_reward or self.imitate.coefficient or taught
         return self.advantage.compares and not self.advantage.equal_teach and not beside
 
     @property

@@ -28,6 +28,7 @@ from penstock.protocols.experience import UNSAMPLED, Trajectory
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.constraints import with_known_costs
 from penstock.services.learning.layer_norms import LayerNorms
+from penstock.services.learning.masked_mean import masked_mean
 from penstock.services.learning.model_flops import ModelFlops
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
 from penstock.services.learning.token_rewards import token_rewards
@@ -291,6 +292,8 @@ class Learner(ModelLearner):
         if self._config.algorithm.weighs_policy:
             policy_columns, taught = self._policy_columns(step, rewarded, mask, columns[SAMPLED])
             columns, metrics = columns | policy_columns, metrics | taught
+        if self._config.algorithm.teacher_advantage:
+            metrics["teacher_kl"] = float(masked_mean(-self.algorithm.taught(columns, mask), mask))
         worth = self.algorithm.advantages(rewards.scores, mask, groups, columns, rewards.tokens, sessions).float()
         advantage = self._config.algorithm.advantage
         if advantage.compares and advantage.type != "custom":

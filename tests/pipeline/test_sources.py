@@ -46,6 +46,7 @@ def config(*overrides: str) -> Config:
         [APART, "scorers={x: {scorer: 'm:X', columns: {x: trajectory}, reads: [reward]}}"],
         [TEACHER, TAUGHT % "1.0"],
         [TOP, "trainer.algorithm.distill={teachers: {t: 1.0}}"],
+        [TEACHER, "trainer.algorithm.teacher_advantage={teachers: {t: 1.0}}"],
         ["reward.functions=[{function: exact_match, weight: 0}, {function: length, weight: 0}, "
          "{function: 'm:f', sources: [sums]}]", GDPO],
     ],
@@ -79,6 +80,8 @@ def test_what_every_prompt_has_may_be_asked(overrides: list[str]) -> None:
         ([TEACHER, TAUGHT % "0.0"], "advantage.teachers: none of them is asked for the source 'words'"),
         ([TOP, "trainer.algorithm={preset: gkd, loss: null, distill: {teachers: {t: 1.0}}}"],
          "distill.teachers: none of them is asked for the source 'words'"),
+        ([TEACHER, "trainer.algorithm={advantage: {type: none}, teacher_advantage: {teachers: {t: 1.0}}}"],
+         "teacher_advantage.teachers: none of them is asked for the source 'words'"),
         ([PLAYED.replace("sums", "sum")], "rollout.environments: no prompt is of a source 'sum'; did you mean 'sums'?"),
         ([PLAYED, ENVIRONMENT % ""], "reward.functions.0: environment stands for what an environment gave, and the"),
         ([TEACHER.replace("sums", "sum")], "scorers.t.sources: no prompt is of a source 'sum'"),

@@ -404,6 +404,8 @@ MISTAKES = [
       "gateway.count=1", "gateway.sessions=1"]),
     m("a teacher of trajectories", "teachers: reward/exact_match has a value for each trajectory",
       overrides=["trainer.algorithm.advantage={type: distillation, teachers: {reward/exact_match: 1.0}}"]),
+    m("a teacher of trajectories beside a reward", "teacher_advantage.teachers: reward/exact_match has a value for eac",
+      overrides=["trainer.algorithm.teacher_advantage={teachers: {reward/exact_match: 1.0}}"]),
     m("ranks that cannot be dealt out", "trainer: ranks=3 is no multiple of replicas=1 x sequence_parallel=2",
       overrides=["trainer.ranks=3", "trainer.sequence_parallel=2"]),
     m("machines that do not share ranks evenly", "trainer: nodes=2 does not divide ranks=3",

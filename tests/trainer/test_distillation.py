@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from penstock.services.learning.batch import TrainingBatch
 from penstock.services.modeling.teacher import Teacher
+from penstock.services.trainer.algorithm_config import AlgorithmConfig
 from penstock.services.trainer.algorithms.advantages.distillation import distillation
+from penstock.services.trainer.config import TrainerConfig
+from penstock.services.trainer.learner import Learner
 from tests.conftest import TINY, make_group
+from tests.trainer.rank_program import a_model
+from tests.trainer.steps import a_step
 
 
 def test_a_teacher_says_what_its_model_does(tmp_path: Path) -> None:
@@ -66,3 +75,47 @@ def test_teachers_of_other_sources_have_no_part_in_a_row(seed: int, asked: list[
         parts = [(w, part[row]) for w, part, yes in zip((0.75, 0.5), (one, two), both, strict=True) if yes]
         said = sum(w * part for w, part in parts) / sum(w for w, _ in parts) if parts else mine[row]
         torch.testing.assert_close(found[row], said - mine[row])
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "reinforce_plus_plus", "none"])
+def test_teachers_add_to_any_advantage_what_they_find_likelier(kind: str) -> None:
+    """A − c (log μ − log π_teacher), the reverse divergence's estimate, token by token; before it is whitened."""
+    step, random = a_step(0), np.random.default_rng(1)
+    said = {name: [random.normal(-2, 1, len(t.tokens)).astype(np.float32) for t in step.trajectories] for name in "ab"}
+    said["b"][3][:] = np.nan  # of another source
+    step = replace(step, token_values=said)
+    term = {"teachers": {"a": 0.75, "b": 0.25}, "coefficient": 0.5}
+
+    def found(**more: object) -> tuple[torch.Tensor, dict[str, float]]:
+        algorithm = {"advantage": {"type": kind}, "imitate": {"coefficient": 0.1}, **more}
+        return Learner(a_model(), TrainerConfig.model_validate({"algorithm": algorithm}), 1.0)._advantages(step)
+
+    (plain, _), (with_it, metrics) = found(), found(teacher_advantage=term)
+    total = 0.0
+    for row, trajectory in enumerate(step.trajectories):
+        size, mask = len(trajectory.tokens), trajectory.loss_mask
+        mean = said["a"][row] if row == 3 else 0.75 * said["a"][row] + 0.25 * said["b"][row]
+        reverse = (trajectory.logprobs - mean) * mask
+        wanted = plain[row, :size].numpy() - 0.5 * reverse
+        np.testing.assert_allclose(with_it[row, :size].numpy(), wanted, atol=1e-5)
+        total += reverse.sum()
+    assert metrics["teacher_kl"] == pytest.approx(total / sum(t.sampled for t in step.trajectories), rel=1e-4)
+    assert not np.allclose(total, 0)
+    white, _ = found(teacher_advantage=term, whiten=True)
+    torch.testing.assert_close(white, _whitened(with_it, step), atol=1e-4, rtol=1e-4)
+
+
+def _whitened(values: torch.Tensor, step: TrainingBatch) -> torch.Tensor:
+    mask = step.padded([t.loss_mask for t in step.trajectories], range(len(step.trajectories))).bool()
+    return torch.where(mask, (values - values[mask].mean()) / values[mask].std(), 0.0)
+
+
+def test_equal_groups_teach_where_a_teacher_adds_to_the_advantage() -> None:
+    term = {"teacher_advantage": {"teachers": {"a": 1.0}}}
+    assert AlgorithmConfig().equal_is_idle and not AlgorithmConfig.model_validate(term).equal_is_idle
+    none = {"advantage": {"type": "none"}}
+    assert AlgorithmConfig.model_validate(none | term).learns_from_sampled
+    with pytest.raises(ValidationError, match="of a given answer it said nothing; set given.compared to false"):
+        AlgorithmConfig.model_validate(term | {"given": {"compared": True}})
+    with pytest.raises(ValidationError, match="teacher_advantage: it tells tokens apart"):
+        AlgorithmConfig.model_validate(term | {"loss": {"type": "geo_mean"}})

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from penstock.protocols.columns import GOOD, LAGS, PICKED, REFERENCE, SCORES, SESSIONS, UNDECIDED
+from penstock.protocols.columns import GOOD, LAGS, PICKED, REFERENCE, SAMPLED, SCORES, SESSIONS, UNDECIDED
 from penstock.services.learning.kl_penalty import kl_penalty
 from penstock.services.learning.masked_mean import masked_mean
 from penstock.services.learning.token_returns import on_last_token, whiten
 from penstock.services.runtime.plugins import UserCodeError
 from penstock.services.trainer.algorithm_config import AlgorithmConfig, CustomFunction
 from penstock.services.trainer.algorithms.advantages.branches import by_session
+from penstock.services.trainer.algorithms.advantages.distillation import gain
 from penstock.services.trainer.algorithms.agg_loss import agg_loss
 from penstock.services.trainer.algorithms.corrections.rejection import rejection
 from penstock.services.trainer.algorithms.corrections.weights import SHARES, mean_terms, spread
@@ -81,8 +82,9 @@ class Algorithm:
         self._loss = _resolve(config.loss, "loss")
         none = config.correction.type == "none"
         self._correction = None if none else _resolve(config.correction, "correction")
-        self.group_columns = config.advantage.columns
-        """Columns that the advantage reads, beside the reward."""
+        term = config.teacher_advantage
+        self.group_columns = list(dict.fromkeys([*config.advantage.columns, *(term.teachers if term else ())]))
+        """Columns that advantages are made of, beside the reward."""
         self.given = config.advantage.given
         self.wants_entropy = config.entropy_bonus > 0
         """Parts have their entropy, with its gradient."""
@@ -145,10 +147,18 @@ class Algorithm:
         which a built-in advantage of whole rows compares as one; None: each row is its own."""
         mask = mask.to(scores.dtype)
         found = self._compared(scores, mask, groups, columns, tokens, sessions)
+        if (term := self._config.teacher_advantage) is not None:
+            found = found + term.coefficient * self.taught(columns, mask).to(found.dtype)
         if self._config.whiten:
             found = whiten(found, mask)
         bound = self._config.advantage_bound
         return found if bound is None else found.clamp(-bound, bound)
+
+    def taught(self, columns: Mapping[str, torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
+        """What teachers say beside the advantage, in nats: see `distillation.gain`; as `advantages`."""
+        assert self._config.teacher_advantage
+        teachers = self._config.teacher_advantage.teachers
+        return gain([columns[name] for name in teachers], list(teachers.values()), columns[SAMPLED], mask)
 
     def _compared(
         self,

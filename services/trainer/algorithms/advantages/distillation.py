@@ -27,9 +27,16 @@ def distillation(
     the sum of gains from the token on, discounted by ``gamma``, with ``reward`` times the return of the task's own
     rewards ``tokens``."""
     *teachers, sampled = columns
-    said = _mean(teachers, weights, sampled)
-    found = discounted((said - sampled).to(tokens.dtype) * mask, mask, gamma)
+    found = discounted(gain(teachers, weights, sampled, mask).to(tokens.dtype), mask, gamma)
     return (found + reward * discounted(tokens, mask, 1.0)) * mask if reward else found
+
+
+def gain(
+    teachers: Sequence[torch.Tensor], weights: Sequence[float], sampled: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """How much likelier ``teachers`` find each token in their weighted mean than the policy that ``sampled`` it, all
+    ``[rows, length]``; NaN of a teacher that is not asked for the row's source; 0 where ``mask`` is."""
+    return (_mean(teachers, weights, sampled) - sampled) * mask
 
 
 def _mean(teachers: Sequence[torch.Tensor], weights: Sequence[float], sampled: torch.Tensor) -> torch.Tensor:
