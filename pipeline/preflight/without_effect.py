@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from penstock.pipeline.config import Config
+from penstock.services.trainer.algorithm_config import RejectRule
 from penstock.services.trainer.loss_config import GspoLoss
 
 FOR_OLD = ("m2po", "topr", "vespo")
@@ -29,11 +31,27 @@ def idle_choices(config: Config) -> Iterator[str]:
             "trainer.algorithm.kl.kind=k1: as a term of the loss its own gradient is 0 in the mean, so that nothing "
             "holds the policy; set trainer.algorithm.kl.gradient=k2, or another kind, e.g. k3"
         )
+    yield from map(_wrong_side, filter(_leaves_out_agreement, algorithm.reject))
     if algorithm.correction.type == "icepop" and loss == "geo_mean" and algorithm.correction.level == "token":
         yield (
             "trainer.algorithm.correction=icepop: it leaves out tokens, and each token of loss=geo_mean has the whole "
             "trajectory's loss; set trainer.algorithm.correction.level=sequence"
         )
+
+
+def _leaves_out_agreement(rule: RejectRule) -> bool:
+    """What engine and trainer say alike is out of its bounds."""
+    return rule.kind.endswith("k1") and (rule.upper <= 1 or (rule.lower or 0) >= 1)
+
+
+def _wrong_side(rule: RejectRule) -> str:
+    key, bound, side = ("upper", rule.upper, "above") if rule.upper <= 1 else ("lower", rule.lower or 0, "below")
+    nats = bound if key == "upper" else -bound
+    return (
+        f"trainer.algorithm.reject: {rule.kind} with {key}={bound:g} leaves out nearly everything: bounds of k1 are "
+        f"ratios, and that of engine to trainer is about 1; set {key} {side} 1, e.g. {math.exp(nats):.4g} where "
+        f"{bound:g} nats are meant"
+    )
 
 
 def idle_notes(config: Config) -> Iterator[str]:

@@ -68,9 +68,9 @@ class RejectRule(Section):
     """Of each token, or the sum, mean or maximum over a trajectory: k1, the log-ratio of engine to trainer; k2, half
     its square; k3, Schulman's estimate of the divergence."""
     upper: float = Field(gt=0)
-    """More is left out; for k1 a ratio, e.g. ``1.4``."""
+    """More is left out; for k1 a ratio, above 1, which is exp of a number of nats, e.g. ``1.4``."""
     lower: float | None = Field(None, gt=0)
-    """Less is left out; for k1 alone, a ratio, e.g. ``0.75``; null: no bound below."""
+    """Less is left out; for k1 alone, a ratio, below 1, e.g. ``0.75``; null: no bound below."""
     of: Literal["all", "negative"] = "all"
     """``negative``: only what has a negative advantage is left out (DeepSeek-V3.2, with ``seq_mean_k1``): a policy must
     not learn to avoid what it would not say any more, e.g. ``negative``."""
