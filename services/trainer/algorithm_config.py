@@ -27,7 +27,7 @@ class NoCorrection(Choice):
 
 
 class TruncatedCorrection(Choice):
-    """Importance weights, truncated from above."""
+    """Importance weights, truncated from above, and from below with `lower`."""
 
     implementation = "corrections.truncated:truncated"
     paper = "Yao et al. 2025; sequences: Liu et al. 2025"
@@ -36,8 +36,20 @@ class TruncatedCorrection(Choice):
     """A weight for each token, or for each trajectory the product of its tokens' weights."""
     upper: float = Field(2.0, gt=0)
     """Largest weight."""
+    lower: float | None = Field(None, ge=0)
+    """Smallest weight: a smaller one is raised to it, e.g. ``0.5``; null: none is."""
     normalize: bool = False
     """Divide the weights by their mean over the step."""
+
+    @model_validator(mode="after")
+    def _a_band(self) -> TruncatedCorrection:
+        if self.lower is not None and self.lower > self.upper:
+            raise ValueError(f"lower={self.lower:g} exceeds upper={self.upper:g}: {self._out_of_it}")
+        return self
+
+    @property
+    def _out_of_it(self) -> str:
+        return "every weight would be the same"
 
 
 class IcePopCorrection(TruncatedCorrection):
@@ -51,11 +63,9 @@ class IcePopCorrection(TruncatedCorrection):
     upper: float = Field(5.0, gt=0)
     """Tokens (or trajectories) with a larger weight are left out, e.g. ``2.0``."""
 
-    @model_validator(mode="after")
-    def _a_band(self) -> IcePopCorrection:
-        if self.lower > self.upper:
-            raise ValueError(f"lower={self.lower:g} exceeds upper={self.upper:g}: every token would be left out")
-        return self
+    @property
+    def _out_of_it(self) -> str:
+        return "every token would be left out"
 
 
 class RejectRule(Section):

@@ -335,6 +335,8 @@ MISTAKES = [
       overrides=[TOOLS.format("functions: [python], python: {seconds: 60}")]),
     m("a band without room", "lower=3 exceeds upper=2: every token would be left out", overrides=[
       "trainer.algorithm.correction={type: icepop, lower: 3, upper: 2}", "trainer.algorithm.ratio=proximal"]),
+    m("weights that are all the same", "lower=3 exceeds upper=2: every weight would be the same", overrides=[
+      "trainer.algorithm.correction={type: truncated, lower: 3, upper: 2}", "trainer.algorithm.ratio=proximal"]),
     m("no environment to reward", "reward.functions: environment stands for what an environment or an agent gave",
       overrides=["reward.functions=[{function: environment}]"]),
     m("agents and an environment", "gateway.count: agents make the groups of a run, or rollout.environment does",

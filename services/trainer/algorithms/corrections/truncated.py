@@ -14,9 +14,11 @@ def truncated(
     mask: torch.Tensor,
     upper: float = 2.0,
     level: str = "token",
+    lower: float | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Weights min(exp(train - rollout), upper) per token, or per row of the product over its valid tokens; 0 where
-    ``mask`` is. All tensors ``[rows, length]``. Metrics: `weights.describe`, ``fraction_low`` being below 1 / upper."""
+    """Weights min(exp(train - rollout), upper), and at least ``lower`` where it is given, per token, or per row of the
+    product over its valid tokens; 0 where ``mask`` is. All tensors ``[rows, length]``. Metrics: `weights.describe`,
+    ``fraction_low`` being below ``lower``, or 1 / upper."""
     ratio = ratios(train_log_prob, rollout_log_prob, mask, level)
-    weights = ratio.clamp(max=upper) * mask
-    return weights, describe(weights, ratio, mask, level, 1 / upper, upper)
+    weights = ratio.clamp(lower, upper) * mask
+    return weights, describe(weights, ratio, mask, level, 1 / upper if lower is None else lower, upper)
