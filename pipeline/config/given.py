@@ -118,17 +118,12 @@ def _unread(config: Any) -> Iterator[tuple[str, str]]:
         yield "trainer.algorithm.given.coefficient", "with 0 nothing at all is learned"
     if algorithm.given.compared:
         yield "trainer.algorithm.given.compared", "there is nothing to compare with"
-    own = ("advantage", "loss", "correction", "reject", "ratio", "kl", "entropy_bonus", "entropy_share", "imitate")
-    for name in (
-        *own,
-        "sampler_penalty",
-        "teacher_advantage",
-        "distill",
-        "constraints",
-        "reward_shape",
-        "whiten",
-        "advantage_bound",
-    ):
+    own = (
+        "advantage", "loss", "correction", "reject", "ratio", "kl", "sampler_penalty", "entropy_bonus",
+        "entropy_control", "entropy_share", "imitate", "distill", "teacher_advantage", "constraints", "reward_shape",
+        "whiten", "advantage_bound",
+    )  # fmt: skip
+    for name in own:
         if getattr(algorithm, name) != getattr(plain, name):
             yield f"trainer.algorithm.{name}", "it is of what the policy says"
     if config.replay.filter != NoFilter():

@@ -152,6 +152,28 @@ class DistillConfig(Section):
     """What a nat of it, by token, adds to the loss, e.g. ``0.1``."""
 
 
+class EntropyControlConfig(Section):
+    """The entropy bonus is steered to a target (Skywork-OR1, He et al. 2025, arXiv:2505.22312): after each update it
+    grows by a step where the policy's entropy is at most the target, and falls by one where it is above, in which case
+    the next update has none."""
+
+    target: float = Field(gt=0)
+    """Mean entropy, in nats a token, that is not to be fallen below, e.g. ``0.2``; the metric `entropy` of a run's
+    first steps says what there is."""
+    step: float = Field(0.005, gt=0)
+    """What the bonus grows or falls by, e.g. ``0.001``."""
+    low: float = Field(0.0, ge=0)
+    """Smallest bonus, e.g. ``0.001``."""
+    high: float = Field(1.0, gt=0)
+    """Largest bonus, e.g. ``0.05``."""
+
+    @model_validator(mode="after")
+    def _a_band(self) -> EntropyControlConfig:
+        if self.low >= self.high:
+            raise ValueError(f"low={self.low:g} is not below high={self.high:g}: nothing would be steered")
+        return self
+
+
 class TeacherAdvantageConfig(Section):
     """On-policy distillation beside any advantage: how much likelier teachers find each sampled token than the policy
     that sampled it (Lu et al. 2025), which in the mean is the reverse KL divergence with the sign turned."""
@@ -215,7 +237,9 @@ class AlgorithmConfig(Section):
     entropy_bonus: float = Field(0.0, ge=0)
     """What a nat of the policy's entropy takes off the loss, by token, e.g. ``0.001``: it keeps the policy from
     settling early. The entropy is exact, over the whole vocabulary, or with `rollout.sampling.candidates` over
-    those; 0: none, and the metric is an estimate."""
+    those; 0: none, and the metric is an estimate. With `entropy_control` it is what the bonus begins with."""
+    entropy_control: EntropyControlConfig | None = None
+    """Steers the entropy bonus to a target, e.g. ``{target: 0.2}``; null: it stays what it is."""
     entropy_share: float = Field(1.0, gt=0, le=1)
     """Only so large a share of an update's tokens learns, e.g. ``0.2``: those where the policy is most undecided, that
     is, has the highest entropy (Wang et al. 2025, arXiv:2506.01939). All others still count in the loss's divisor, and
@@ -326,9 +350,9 @@ class AlgorithmConfig(Section):
     @property
     def learns_from_sampled(self) -> bool:
         """Something is learned from what the policy has sampled."""
-        beside = self.distill or self.teacher_advantage or self.imitate.coefficient
-        beside = beside or self.entropy_bonus or self.kl.coefficient
-        return bool(self.advantage.type != "none" or beside or self.loss.type == "custom")
+        beside = bool(self.distill or self.teacher_advantage or self.entropy_control)
+        beside = beside or bool(self.imitate.coefficient or self.entropy_bonus or self.kl.coefficient)
+        return self.advantage.type != "none" or beside or self.loss.type == "custom"
 
     @property
     def equal_is_idle(self) -> bool:

@@ -46,6 +46,7 @@ from penstock.services.trainer.algorithms.compose import SUMMED, Algorithm, Part
 from penstock.services.trainer.by_lag import ByLag
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.described import describe
+from penstock.services.trainer.entropy_control import bonus_of_update, steer
 from penstock.services.trainer.judgements import Judgements
 from penstock.services.trainer.mismatch import Mismatch
 from penstock.services.trainer.running_baseline import KEPT
@@ -94,8 +95,10 @@ class Learner(ModelLearner):
         norms = LayerNorms(self.parameters, self.world) if watched else None
         with_given, updates = self._config.algorithm.given.compared, []
         described = describe(step, self.version, self._compares, with_given)
+        state = self.penalties_of_step(self._frozen_steps)
         for number, rows in enumerate(parts):
-            rate = self.begin_update()
+            rate, bonus = self.begin_update(), bonus_of_update(self._config.algorithm, state)
+            self.algorithm.entropy_bonus = bonus
             with self.memory.of("memory/backward"):
                 loss, metrics = self.micro_batches.fitting(
                     "forward or backward pass",
@@ -104,7 +107,9 @@ class Learner(ModelLearner):
                 )
             with self.memory.of("memory/update"):
                 ended = self.end_update(loss, before_update if number == 0 else lambda: None, norms)
-            updates.append(metrics | ended | {"loss": loss, "lr": rate})
+            steer(self._config.algorithm, state, metrics)
+            steered = {"entropy_bonus": bonus} if self._config.algorithm.entropy_control else {}
+            updates.append(metrics | ended | steered | {"loss": loss, "lr": rate})
             if number + 1 == self._config.mini_batches:
                 judgements = None
         if self._average:

@@ -86,8 +86,10 @@ class Algorithm:
         self.group_columns = list(dict.fromkeys([*config.advantage.columns, *(term.teachers if term else ())]))
         """Columns that advantages are made of, beside the reward."""
         self.given = config.advantage.given
-        self.wants_entropy = config.entropy_bonus > 0
+        self.wants_entropy = config.entropy_bonus > 0 or config.entropy_control is not None
         """Parts have their entropy, with its gradient."""
+        self.entropy_bonus = config.entropy_bonus
+        """What a nat of it takes off the loss: of an update, where it is steered (`entropy_control`)."""
         self.teachers = config.distill.teachers if config.distill else {}
         """Parts have their divergence from these, with its gradient."""
         self.columns = [*config.loss.columns, *config.loss.given, *config.correction.columns]
@@ -265,7 +267,7 @@ class Algorithm:
         if config.sampler_penalty:
             losses = losses + config.sampler_penalty * (part.log_prob - part.behaviour).square()
         if part.entropy is not None:
-            losses = losses - config.entropy_bonus * part.entropy
+            losses = losses - self.entropy_bonus * part.entropy
             metrics["entropy"] = masked_mean(part.entropy.detach(), part.mask)
         if part.divergence is not None and config.distill:
             losses = losses + config.distill.coefficient * part.divergence
