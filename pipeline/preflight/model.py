@@ -39,6 +39,7 @@ def look(config: Config, report: Report) -> None:
             _encode(config, report)
             _check_frozen(policy, config.trainer.freeze, config.trainer.pipeline_parallel)
             _check_routing(policy, config.rollout.sampling.routing_replay)
+            _check_balance(policy, config.trainer.algorithm.router_balance)
             _check_vllm(policy, config, report)
             if config.with_critic and not config.critic.path:
                 _check_value_head(policy, "model.path")
@@ -192,6 +193,19 @@ def _check_routing(path: str, replayed: bool) -> None:
         raise SetupError(
             f"rollout.sampling.routing_replay: {path} ({text.model_type}) is no mixture of experts that is known; set "
             "it to false"
+        )
+
+
+def _check_balance(path: str, balanced: float) -> None:
+    """Raises `SetupError` where there are no routers that can be ``balanced``."""
+    from penstock.services.modeling.families import BALANCED
+    from penstock.services.modeling.load import load_config
+
+    family = load_config(path).model_type
+    if balanced and family not in BALANCED:
+        raise SetupError(
+            f"trainer.algorithm.router_balance: {path} ({family}) is no mixture of experts whose routers are balanced "
+            f"so, which {', '.join(sorted(BALANCED))} are; set it to 0"
         )
 
 

@@ -31,6 +31,8 @@ def idle_choices(config: Config) -> Iterator[str]:
             "trainer.algorithm.kl.kind=k1: as a term of the loss its own gradient is 0 in the mean, so that nothing "
             "holds the policy; set trainer.algorithm.kl.gradient=k2, or another kind, e.g. k3"
         )
+    if algorithm.router_balance and not getattr(config.model, "experts", 1):
+        yield "trainer.algorithm.router_balance: there are no experts; set model.experts, e.g. to 4, or leave it out"
     yield from map(_wrong_side, filter(_leaves_out_agreement, algorithm.reject))
     if algorithm.correction.type == "icepop" and loss == "geo_mean" and algorithm.correction.level == "token":
         yield (

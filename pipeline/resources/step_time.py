@@ -77,7 +77,8 @@ def _passes_before(trainer: TrainerConfig) -> int:
     algorithm = trainer.algorithm
     kept = trainer.updates > 1 and algorithm.needs_proximal
     shown = TAUGHT in algorithm.advantage.given  # the policy is its own teacher, too
-    return kept + shown + algorithm.weighs_policy + trainer.epochs * algorithm.picks_tokens
+    counted = trainer.epochs * (algorithm.picks_tokens + (algorithm.router_balance > 0))
+    return kept + shown + algorithm.weighs_policy + counted
 
 
 def _stage_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) -> float:

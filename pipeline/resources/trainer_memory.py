@@ -180,6 +180,8 @@ def activations(shape: Shape, trainer: TrainerConfig, in_flight: int = 1) -> tup
     inner = number * (8 * shape.hidden + 4 * shape.hidden / tensor)  # and what it does
     if shape.linear:
         inner += number * _state_numbers(shape.linear)
+    if trainer.algorithm.router_balance:  # what routers say is kept of all layers
+        inner += number * shape.experts * shape.mixtures
     if shape.experts:
         inner += number * (shape.chosen * (2 * shape.hidden + 6 * shape.intermediate) + 5 * shape.beside)
     else:

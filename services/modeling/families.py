@@ -44,6 +44,8 @@ IN_MATRICES = {
 """Families whose files have a matrix for each expert, by the names of `experts`."""
 MIXTURES = IN_MATRICES - {"qwen2_moe"} | {"gpt_oss", "minimax_m2", "granitemoehybrid"}
 """Mixtures whose experts may be dealt out over ranks, and whose routing is noted and replayed."""
+BALANCED = {"qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "olmoe", "gpt_oss", "minimax_m2"}
+"""Mixtures of which transformers has a loss that balances what their routers say."""
 LINEAR = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 """Families some of whose layers have linear attention (Gated DeltaNet), and others a gate behind theirs."""
 UNCOUNTED = {"falcon_h1", "nemotron_h", "lfm2", "granitemoehybrid", "gemma4_text", "gpt_neox", "starcoder2"}

@@ -258,6 +258,9 @@ class AlgorithmConfig(Section):
     teacher_advantage: TeacherAdvantageConfig | None = None
     """What teachers add to each token's advantage, of whatever kind that is, before `whiten` and `advantage_bound`,
     e.g. ``{teachers: {reference: 1.0}, coefficient: 0.1}``; null: nothing. See docs/algorithms.md."""
+    router_balance: float = Field(0.0, ge=0)
+    """Of a mixture of experts: what the loss that keeps its routers from sending all tokens to a few counts, e.g.
+    ``0.001`` (Switch Transformer, Fedus et al. 2021, arXiv:2101.03961); it takes a forward pass more. 0: nothing."""
     whiten: bool = False
     """Less their mean over all sampled tokens of the step, and divided by their deviation, are advantages of every
     kind, e.g. ``true``; `gae`, `gdpo` and the two of REINFORCE++ are by themselves."""

@@ -95,6 +95,16 @@ class TrainerConfig(LearnerConfig):
         return "float32" if self.sends_adapter else dtype
 
     @model_validator(mode="after")
+    def _routers_see_whole_rows(self) -> TrainerConfig:
+        cut = ("pipeline_parallel", "sequence_parallel", "tensor_parallel")
+        if self.algorithm.router_balance and (found := [name for name in cut if getattr(self, name) > 1]):
+            raise ValueError(
+                f"algorithm.router_balance: with {found[0]} above 1 no rank has what all routers say of a token; set "
+                "it to 1, and take more ranks, expert_parallel or replicas, or set algorithm.router_balance to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _adapters_learn_alone(self) -> TrainerConfig:
         if self.lora and self.freeze:
             raise ValueError("freeze: of a model with an adapter (lora) that alone learns; leave one of the two out")

@@ -49,6 +49,7 @@ from penstock.services.trainer.described import describe
 from penstock.services.trainer.entropy_control import bonus_of_update, steer
 from penstock.services.trainer.judgements import Judgements
 from penstock.services.trainer.mismatch import Mismatch
+from penstock.services.trainer.router_balance import RouterBalance
 from penstock.services.trainer.running_baseline import KEPT
 from penstock.services.trainer.sampled_entropy import sampled_entropy
 from penstock.services.trainer.self_teacher import SelfTeacher
@@ -67,6 +68,7 @@ class Learner(ModelLearner):
         self._config, self._teacher = config, teacher
         self._temperature, self._compares = temperature, config.algorithm.equal_is_idle
         self.algorithm = Algorithm(config.algorithm)
+        self._balance = RouterBalance(model, config.algorithm.router_balance > 0)
         if not config.freeze:  # of which a backward takes less
             self.flops = ModelFlops.of(self.config, self.adapted is not None, self.world)
         rate = teacher.config.teacher_rate if teacher else 1.0
@@ -158,7 +160,7 @@ class Learner(ModelLearner):
             for each, _ in plan:
                 health.beat()
                 rows = each.rows()
-                stated = self._stated(rows, trajectories, tops)
+                stated = self._stated(each, rows, trajectories, tops)
                 log_prob = stated.pop("log_prob")
                 members, index = list(rows.index), to_device(torch.tensor(rows.index), self.device)
                 columns = {
@@ -193,10 +195,11 @@ class Learner(ModelLearner):
         return {name: to_device(torch.from_numpy(values), self.device) for name, values in found.items()}, good
 
     def _stated(
-        self, rows: Rows, trajectories: list[Trajectory], tops: dict[str, list[tuple[np.ndarray, np.ndarray]]]
-    ) -> dict[str, torch.Tensor]:
-        """What the algorithm wants to know of each token, by the names that a `Part` has for it. ``tops``: what each of
-        its teachers says of the ``trajectories`` that ``rows`` are of."""
+        self, each: Pass, rows: Rows, trajectories: list[Trajectory],
+        tops: dict[str, list[tuple[np.ndarray, np.ndarray]]],
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """What the algorithm wants to know of each token, and of routers, by the names that a `Part` has for it.
+        ``rows`` are those of ``each``; ``tops``: what each of its teachers says of their ``trajectories``."""
         wanted: list[Statistic] = ["log_prob"]
         if self.algorithm.wants_entropy:
             wanted.append("entropy")
@@ -205,9 +208,9 @@ class Learner(ModelLearner):
             said = [([of[i] for i in rows.index], self.algorithm.teachers[name]) for name, of in tops.items()]
             members = [trajectories[i] for i in rows.index]
             rows = replace(rows, taught=Taught.of(members, said, self.algorithm.compare, self.device))
-        with self.keeping():
+        with self.keeping(), self._balance.noting(each, rows) as noted:
             found = forward_statistics(self.model, rows, self._temperature, tuple(wanted))
-        return dict(zip(wanted, found, strict=True))
+        return dict(zip(wanted, found, strict=True)) | noted
 
     def _backward(
         self,
@@ -220,6 +223,7 @@ class Learner(ModelLearner):
     ) -> tuple[float, dict[str, float]]:
         counts, compared = [count for _, count in plan], compared and totals.tokens > 0
         first_pass = self.algorithm.needs_first_pass and totals.tokens > 0
+        self._balance.count(self.model, plan, self._temperature, self.world)
         mean_weight = self._mean_weight((part for _, part in parts()), counts) if first_pass else 1.0
         # On the device until the end: a number that is asked for would have to be waited for.
         total, sums = torch.zeros((), dtype=torch.float64, device=self.device), dict[str, torch.Tensor]()
@@ -243,7 +247,7 @@ class Learner(ModelLearner):
                 if counts_once:  # what does not may be NaN
                     mean = torch.as_tensor(mean).detach().reshape(())
                     of_step += mean * (1.0 if name in SUMMED else part.mask.sum() / totals.tokens)
-        for _ in range(1 + first_pass):
+        for _ in range(1 + first_pass + self._balance.asked):
             self.flops.forward()
         self.flops.backward()
         mine, *means = torch.stack([total, *sums.values()]).tolist()

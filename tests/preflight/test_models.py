@@ -72,6 +72,11 @@ def test_whoever_reads_the_policys_tokens_must_know_them(policy: Path, tmp_path:
     assert not said(policy, reference={"path": str(policy)}, trainer=kl) and not said(policy, trainer=gae)
 
 
+def test_routers_are_balanced_where_there_are_some(policy: Path) -> None:
+    found = said(policy, trainer={"algorithm": {"router_balance": 0.1}})
+    assert f"trainer.algorithm.router_balance: {policy} (qwen3) is no mixture of experts whose routers" in found
+
+
 def test_who_is_shown_pictures_sees_as_the_policy_does(policy: Path, tmp_path: Path) -> None:
     agents = {"gateway": {"count": 1, "pictures": True}}
     found = said(policy, pictures.look, **agents)

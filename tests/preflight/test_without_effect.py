@@ -33,6 +33,7 @@ def looked_at(*overrides: str) -> Report:
         ("{kl: {coefficient: 0.1, place: reward}}", ""),
         ("{loss: {type: geo_mean}, ratio: proximal, correction: {type: icepop}}", "icepop: it leaves out tokens"),
         ("{loss: {type: geo_mean}, ratio: proximal, correction: {type: icepop, level: sequence}}", ""),
+        ("{router_balance: 0.001}", "there are no experts; set model.experts"),
         ("{reject: [{kind: seq_mean_k1, upper: 0.5}]}", "e.g. 1.649 where 0.5 nats are meant"),
         ("{reject: [{kind: seq_sum_k1, lower: 1.1, upper: 2}]}", "set lower below 1, e.g. 0.3329 where 1.1 nats"),
         ("{reject: [{kind: seq_mean_k1, lower: 0.8, upper: 1.1}, {kind: seq_mean_k3, upper: 0.01}]}", ""),

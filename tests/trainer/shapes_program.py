@@ -70,8 +70,9 @@ def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
 
 def check(folder: Path, given: dict[str, Any], kind: str) -> None:
     named, rounds = given.pop("model", None), given.pop("bf16", False)
+    given["algorithm"] = {**COMMON["algorithm"], **given.get("algorithm", {})}  # type: ignore[dict-item]
     config = TrainerConfig.model_validate(COMMON | given)
-    same = {key: value for key, value in given.items() if key in ("lora", "freeze", "optimizer")}
+    same = {key: value for key, value in given.items() if key in ("lora", "freeze", "optimizer", "algorithm")}
     alone = TrainerConfig.model_validate(COMMON | same)
     device = local_device(torch.device(kind), "trainer")
     world, single = World.of_torchrun(device, Shape.of(config)), World(device)
@@ -116,6 +117,7 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
         layers = [key for key in other if key.startswith("layer/")]
         lengths = [other[key] for key in layers if key.endswith("/grad_norm")]
         assert other["grad_norm"] == pytest.approx(sum(length**2 for length in lengths) ** 0.5, rel=1e-5)
+        assert ("router_balance" in other) == bool(config.algorithm.router_balance)
         assert ("routing_other" in other) == (mixture and number > 0)
         if "routing_other" in other:  # a share of choices: where ranks compute a micro-batch for nothing it counts too
             assert abs(mine["routing_other"] - other["routing_other"]) <= 0.05
@@ -127,6 +129,7 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
             "mismatch_kl_k3",
             "is_weight_mean",
             "given_nll",
+            "router_balance",
             *layers,
         ):
             if key in other:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from penstock.services.learning import checkpoint
 from penstock.services.modeling.experts import EXPERTS, as_in_files, counted, is_experts
+from penstock.services.modeling.families import BALANCED
+from penstock.services.modeling.load import attention_of, with_head
 from penstock.services.modeling.parallel.expert import deal_experts
 from penstock.services.modeling.parallel.world import Shape, World
+from penstock.services.modeling.state_mixers import take_packed_rows
 from penstock.services.modeling.weight_files import WeightFiles
 from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
+from tests import families
+from tests.conftest import TINY
 from tests.trainer.rank_program import CPU, a_mixture, a_model
 from tests.trainer.steps import Tokenizer, a_step
 
@@ -61,3 +71,58 @@ def test_what_cannot_be_dealt_out_is_refused(model: object, size: int, why: str)
     world.shape = Shape(expert=size)
     with pytest.raises(SetupError, match=f"expert_parallel={size}: .*{why}"):
         deal_experts(model(), world)  # type: ignore[operator]
+
+
+def balanced(model: Any, budget: int = 100_000, **given: Any) -> Learner:
+    """Of which nothing else learns."""
+    algorithm = {"advantage": {"type": "none"}, "router_balance": 0.5}
+    config = {"algorithm": algorithm, "tokens_per_micro_batch": budget, **given}
+    return Learner(model, TrainerConfig.model_validate(config), 1.0)
+
+
+def of_family(family: str) -> Any:
+    torch.manual_seed(0)
+    config = families.config_of(family)
+    config.vocab_size = TINY["vocab_size"]
+    return with_head(config, "language").from_config(
+        config, dtype=torch.float32, attn_implementation=attention_of(config)
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "budget", "kept"),
+    [("", 64, True), ("", 100_000, "selective"), *((f, 64, False) for f in sorted(BALANCED & families.TEXT.keys()))],
+)
+def test_the_loss_of_routers_is_transformers_own_however_rows_lie(family: str, budget: int, kept: bool | str) -> None:
+    """Prompts that answers share count for each of them, and padding for none, as in rows of their own."""
+    step, model = a_step(0), of_family(family) if family else a_mixture()
+    plain = copy.deepcopy(model)
+    take_packed_rows(model)
+    one = balanced(model, budget, gradient_checkpointing=kept)
+    loss, metrics = one.accumulate(step)
+    ids = pad_sequence([torch.from_numpy(t.tokens.astype(np.int64)) for t in step.trajectories], batch_first=True)
+    real = pad_sequence([torch.ones(len(t.tokens), dtype=torch.long) for t in step.trajectories], batch_first=True)
+    plain.set_attn_implementation("eager")
+    theirs = plain(input_ids=ids, attention_mask=real, output_router_logits=True).aux_loss
+    assert metrics["router_balance"] == pytest.approx(float(theirs.detach()), rel=1e-5)
+    assert loss == pytest.approx(0.5 * float(theirs.detach()), rel=1e-5)
+    (0.5 * theirs).backward()
+    wanted = dict(plain.named_parameters())
+    assert any(parameter.grad is not None and parameter.grad.any() for parameter in wanted.values())
+    for name, parameter in one.parameters.items():
+        its = wanted[name].grad
+        mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(mine, torch.zeros_like(mine) if its is None else its, atol=2e-6, rtol=1e-3)
+
+
+def test_routers_that_are_balanced_send_tokens_to_more_experts_and_what_has_none_is_refused() -> None:
+    model = a_mixture()
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate.weight.mul_(30)
+    one = balanced(model, optimizer={"lr": 1e-3})
+    found = [one.train(a_step(0))["router_balance"] for _ in range(12)]
+    assert found[-1] < 2.2 < 2.6 < found[0], "2 where all are chosen alike, of which each token has two"
+    with pytest.raises(SetupError, match="router_balance: qwen3 is no mixture of experts"):
+        balanced(a_model())
+    with pytest.raises(ValidationError, match="router_balance: with tensor_parallel above 1"):
+        balanced(a_mixture(), ranks=2, tensor_parallel=2)

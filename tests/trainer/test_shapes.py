@@ -65,7 +65,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "experts, an adapter": {"ranks": 2, "expert_parallel": 2, "lora": {"rank": 3}},
     "experts, sequence parallel": {"ranks": 2, "expert_parallel": 2, "sequence_parallel": 2},
     "two replicas of experts": {"ranks": 4, "replicas": 2, "expert_parallel": 2},
-    "two shards of experts": {"ranks": 4, "expert_parallel": 2, "gradient_checkpointing": True},
+    "two shards of experts, balanced": {
+        "ranks": 4, "expert_parallel": 2, "gradient_checkpointing": True, "algorithm": {"router_balance": 0.1},
+    },
     "experts, tensor parallel": {"ranks": 4, "expert_parallel": 2, "tensor_parallel": 2},
     "muon on the host, rows that do not divide": {"ranks": 3, "offload": True, "optimizer": MUON},
     "muon, two shards, tensor parallel": {"ranks": 4, "tensor_parallel": 2, "optimizer": MUON},
@@ -80,7 +82,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 OFTEN = (
     "two replicas of two shards", "two shards, tensor parallel", "pipeline of two shards, the head tied",
-    "sequence parallel, beyond the heads of keys", "two shards of experts",
+    "sequence parallel, beyond the heads of keys", "two shards of experts, balanced",
 )  # fmt: skip
 """Of those with four ranks; the others are products of what these and smaller ones have."""
 

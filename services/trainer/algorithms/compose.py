@@ -25,7 +25,7 @@ from penstock.services.trainer.algorithms.custom import CustomChoice, Place
 from penstock.services.trainer.algorithms.divergence import divergence
 from penstock.services.trainer.choice import Choice
 
-SUMMED = ("imitated_nll", "given_nll")
+SUMMED = ("imitated_nll", "given_nll", "router_balance")
 """Metrics of which each part has its share, not a mean."""
 WEIGHT = "is_weight_"
 """What the names of a correction's metrics begin with."""
@@ -65,6 +65,8 @@ class Part:
     """Something is in `mask`; said here, since who looks waits for the device."""
     divergence: torch.Tensor | None = None
     """Of each token's distribution from the teachers', in nats; where the algorithm has any."""
+    balance: torch.Tensor | None = None
+    """A number: the part's share of the loss that balances experts; where the algorithm has that."""
 
     @property
     def policy(self) -> torch.Tensor:
@@ -224,6 +226,9 @@ class Algorithm:
         if part.given is not None:
             nll = _unlikely(part.log_prob, part.given, totals.given)
             loss, metrics["given_nll"] = loss + self._given_loss(part, nll, totals), nll.detach()
+        if part.balance is not None:
+            loss = loss + self._config.router_balance * part.balance
+            metrics["router_balance"] = part.balance.detach()
         return loss, metrics
 
     def _given_loss(self, part: Part, nll: torch.Tensor, totals: Totals) -> torch.Tensor:
