@@ -205,7 +205,7 @@ def not_loaded(path: str, what: str, error: BaseException, key: str = "model.pat
     )
 
 
-_TWICE = ("consolidated*", "original/*", "metal/*")
+_TWICE = ["consolidated*", "original/*", "metal/*"]
 """Weights that a repository has once more, for other libraries."""
 
 
@@ -218,7 +218,8 @@ def folder_of(path: str, key: str = "model.path") -> Path:
 
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
     try:
-        wanted = {"allow_patterns": ["*.safetensors", "*.json"], "ignore_patterns": _TWICE}
-        return Path(snapshot_download(path, **wanted, local_files_only=offline))
+        wanted = ["*.safetensors", "*.json"]
+        got = snapshot_download(path, allow_patterns=wanted, ignore_patterns=_TWICE, local_files_only=offline)
+        return Path(got)
     except Exception as error:  # the hub's own errors are of many kinds, and all say that it cannot be had
         raise ModelError(not_loaded(path, "model", error, key)) from error
