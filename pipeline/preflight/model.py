@@ -170,11 +170,24 @@ def _find(path: str, key: str) -> None:
 
 
 def _check_vllm(path: str, config: Config, report: Report) -> None:
-    """Adds what vLLM would lack here for a model of words and pictures."""
+    """Adds what vLLM would lack here for a model of words and pictures. Raises `SetupError` for one whose versions it
+    cannot load."""
+    from penstock.services.modeling.experts import experts_of
+    from penstock.services.modeling.families import UNFILLED
     from penstock.services.modeling.load import load_config, sees
 
+    engine = config.rollout.engine
+    if not isinstance(engine, VllmEngineConfig):
+        return
+    model = load_config(path)
+    if model.model_type in UNFILLED and experts_of(model.get_text_config()) and engine.adapter != "beside":
+        raise SetupError(
+            f"rollout.engine.type: vLLM cannot be sent whole versions of {path} ({model.model_type}), whose experts it "
+            "reads by other names or ways; take rollout.engine.type=torch, or train an adapter that vLLM lays beside "
+            "the model (trainer.lora.publish=adapter, rollout.engine.adapter=beside)"
+        )
     here = "rollout" not in config.run.elsewhere and find_spec("vllm") and not find_spec("torchvision")
-    if here and isinstance(config.rollout.engine, VllmEngineConfig) and sees(load_config(path)):
+    if here and sees(model):
         report.lacks_package(
             f"rollout.engine.type: vLLM wants torchvision for a model that sees, like {path}; install one that fits "
             "torch, or take rollout.engine.type=torch"

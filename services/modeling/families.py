@@ -44,6 +44,9 @@ IN_MATRICES = {
 """Families whose files have a matrix for each expert, by the names of `experts`."""
 MIXTURES = IN_MATRICES - {"qwen2_moe"} | {"gpt_oss", "minimax_m2", "granitemoehybrid"}
 """Mixtures whose experts may be dealt out over ranks, and whose routing is noted and replayed."""
+UNFILLED = {"gpt_oss", "minimax_m2", "granitemoehybrid"}
+"""Mixtures whose whole versions vLLM 0.32 cannot be filled with: gpt-oss' experts are copied past what catches them as
+they come, the others' files have them by other names than transformers'."""
 BALANCED = {"qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "olmoe", "gpt_oss", "minimax_m2"}
 """Mixtures of which transformers has a loss that balances what their routers say."""
 LINEAR = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GptOssConfig
 
 from penstock.pipeline.config import Config, load
 from penstock.pipeline.models import make_tiny as making
@@ -24,6 +24,7 @@ from penstock.protocols.experience import Prompt
 from penstock.services.modeling.load import load_model, load_tokenizer
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
+from penstock.services.runtime.errors import SetupError
 from tests import seeing
 from tests.conftest import TINY
 from tests.e2e.runs import QUICKSTART, SHORT
@@ -75,6 +76,17 @@ def test_whoever_reads_the_policys_tokens_must_know_them(policy: Path, tmp_path:
 def test_routers_are_balanced_where_there_are_some(policy: Path) -> None:
     found = said(policy, trainer={"algorithm": {"router_balance": 0.1}})
     assert f"trainer.algorithm.router_balance: {policy} (qwen3) is no mixture of experts whose routers" in found
+
+
+def test_a_mixture_that_vllm_cannot_be_filled_with_is_named(tmp_path: Path) -> None:
+    GptOssConfig(num_local_experts=2).save_pretrained(tmp_path)
+    told = {"model": {"type": "pretrained", "path": str(tmp_path)}, "prompts": {"train": {"type": "sort"}}}
+    whole = Config.model_validate(told | {"rollout": {"engine": {"type": "vllm"}}})
+    with pytest.raises(SetupError, match=r"vLLM cannot be sent whole versions of .* \(gpt_oss\)"):
+        models._check_vllm(str(tmp_path), whole, Report())
+    beside = {"rollout": {"engine": {"type": "vllm", "adapter": "beside"}}, "trainer": {"lora": {"publish": "adapter"}}}
+    for other in (beside, {}):
+        models._check_vllm(str(tmp_path), Config.model_validate(told | other), Report())
 
 
 def test_who_is_shown_pictures_sees_as_the_policy_does(policy: Path, tmp_path: Path) -> None:
