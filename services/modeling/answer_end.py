@@ -47,6 +47,23 @@ def template_end(tokenizer: Any, template: Mapping[str, Any] | None = None) -> T
     return TemplateEnd(whole, whole[: at - size], token)
 
 
+def end_between(tokenizer: Any, template: Mapping[str, Any] | None = None) -> str:
+    """The special token that the chat template puts behind an answer whatever follows it, which need not be the one
+    behind the last (gpt-oss). Empty where it has none, or does not take such chats."""
+    found = set[str]()
+    for follows in ("user", "assistant"):
+        chat = [("user", "?"), ("assistant", MARK), (follows, "?")]
+        try:
+            told = tokenizer.apply_chat_template(
+                [{"role": role, "content": said} for role, said in chat], tokenize=False, **(template or {})
+            )
+        except Exception:  # see `template_end`
+            return ""
+        behind = told.partition(MARK)[2]
+        found.add(next((text for text in special_tokens(tokenizer).values() if text and behind.startswith(text)), ""))
+    return found.pop() if len(found) == 1 else ""
+
+
 def stop_ids(tokenizer: Any, listed: Any, end: TemplateEnd) -> set[int]:
     """The ids that end an answer. ``listed``: a model's own, as its config or transformers' GenerationConfig has them,
     or None; ``end``: the chat template's."""

@@ -15,6 +15,7 @@ from penstock.services.data.pictures import in_parts
 from penstock.services.modeling.answer_end import (
     MARK,
     TemplateEnd,
+    end_between,
     listed_ends,
     special_tokens,
     stop_ids,
@@ -198,6 +199,10 @@ class Tokenizer:
         return template_end(self._tokenizer, self._template)
 
     @cached_property
+    def _end_between(self) -> str:
+        return end_between(self._tokenizer, self._template)
+
+    @cached_property
     def stop_ids(self) -> set[int]:
         """The ids that end an answer: of the tokenizer, of the chat template, and of the model's own list."""
         return stop_ids(self._tokenizer, listed_ends(self._path), self._end)
@@ -220,9 +225,11 @@ class Tokenizer:
             end = self._special.get(ended_with, "")  # any other token may only look like the answer's end
             calls = (answer or {}).get("tool_calls")
             text = (self._behind_calls(calls, messages, end) if calls else "") or self._behind_answer(messages)
+            if ended_with == self._end.token and self._end_between and text.startswith(self._end_between):
+                end = self._end_between  # the answer has ended, if by the token of a last one
             if end and text.startswith(end):
                 ids = self._tokenize(text)  # behind its end, as in the template: alone its rest may be other tokens
-                if ids and ids[0] == ended_with:
+                if ids and self._special.get(ids[0]) == end:
                     return np.array(ids[1:], np.int32)
                 text = text.removeprefix(end)
         return np.array(self._tokenize(text), np.int32)

@@ -162,3 +162,19 @@ def test_mistrals_own_tokenizer_beside_it_takes_no_chat_template_away(tmp_path: 
     found = Tokenizer(str(tmp_path))
     assert found.has_template and found.plain.chat_template == TEMPLATE
     assert found.stop_ids
+
+
+def test_an_answer_that_ended_as_a_last_one_does_is_not_ended_twice(tmp_path: Path) -> None:
+    """gpt-oss ends the last answer by another token than those before it."""
+    tokenizer = make_tokenizer(set(string.printable))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>", "<|end|>", "<|return|>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|start|>{{ m.role }}:{{ m.content }}"
+        "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant:{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    text = Tokenizer(str(tmp_path))
+    last, other = (text.plain.convert_tokens_to_ids(mark) for mark in ("<|return|>", "a"))
+    said = [text.plain.decode(text.observe("on", True, ended)) for ended in (last, other)]
+    assert said == ["<|start|>user:on<|end|><|start|>assistant:", "<|end|><|start|>user:on<|end|><|start|>assistant:"]
