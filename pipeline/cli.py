@@ -25,6 +25,7 @@ from penstock.pipeline.tools.merge import merge
 from penstock.pipeline.tools.page_cli import page
 from penstock.pipeline.tools.plan_cli import compose_env, plan_run
 from penstock.pipeline.tools.play_cli import play
+from penstock.pipeline.tools.rollback import rollback
 from penstock.pipeline.tools.rollouts_cli import rollouts
 from penstock.pipeline.tools.simulate_cli import simulate
 from penstock.pipeline.tools.trace_cli import trace
@@ -70,6 +71,7 @@ app.command("join")(join)
 app.command("play")(play)
 app.command("page")(page)
 app.command("merge")(merge)
+app.command("rollback")(rollback)
 app.command("rollouts")(rollouts)
 app.command("plan")(plan_run)
 app.command("compose-env")(compose_env)

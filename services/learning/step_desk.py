@@ -82,7 +82,7 @@ class StepDesk:
                 if "cannot be redone" in str(refusal):
                     raise SetupError(
                         f"{refusal}. That checkpoint, or what the store had, is gone from the run's folder: put it "
-                        "back, or begin a new run from the newest checkpoint that there is (model.path)"
+                        "back; or, to go on from the newest that there is: penstock rollback RUN VERSION"
                     ) from refusal
                 if refusal.code != "not_ready":
                     raise

@@ -1,0 +1,83 @@
+"""`penstock rollback`: a run as it was at an earlier checkpoint, to go on from there with other settings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.pipeline.config import ConfigError, load
+from penstock.pipeline.run.lock import held
+from penstock.services.runtime.checkpoint_folders import path_of, versions
+from penstock.services.runtime.lines import each_line, line_of
+
+STEPS = ("metrics.jsonl", "ledger.jsonl", "samples.jsonl", "critic.jsonl", "eval_samples.jsonl")
+"""Files of a line for each step or version, or several."""
+WHOLE = ("redis", "summary.json", "report.html")
+"""What speaks of the run as it has come to be."""
+
+
+def rollback(
+    run: Annotated[Path, typer.Argument(help="The run's folder, e.g. runs/first-try.", show_default=False)],
+    version: Annotated[int, typer.Argument(help="A version with a checkpoint, e.g. 100.", show_default=False)],
+) -> None:
+    """Take a run back to the checkpoint of VERSION: later checkpoints, its store and what its files say of later
+    steps are set aside, below RUN/set-aside. Then --resume goes on from there, with the optimizer and the place in the
+    data as they were, and with other settings where you give some.
+
+    For instance: penstock rollback runs/first-try 100
+    then: penstock run --resume runs/first-try trainer.optimizer.lr=5.0e-7
+    """
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"RUN: {run} is no run's folder: it has no config.yaml")
+    there = versions(run / "checkpoints")
+    if version not in there:
+        has = ", ".join(map(str, there)) or "none"
+        raise ConfigError(f"VERSION: {run} has no checkpoint of version {version}; it has {has}")
+    if load(run / "config.yaml").store.url:
+        raise ConfigError(
+            f"RUN: {run} has a store of its own (store.url), which knows of later steps; give it another one when it "
+            "goes on, e.g. another number behind the address, and set later checkpoints aside by hand"
+        )
+    with held(run):
+        aside = run / "set-aside" / f"{time.strftime('%Y%m%d-%H%M%S')}-back-to-{version}"
+        aside.mkdir(parents=True)
+        for path in _later(run, version):
+            to = aside / path.relative_to(run)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(to)
+        for name in STEPS:
+            _cut(run / name, aside / name, version)
+    typer.echo(f"back at version {version}; what was later is in {aside}")
+    typer.echo(f"go on: penstock run --resume {run}")
+
+
+def _later(run: Path, version: int) -> Iterator[Path]:
+    """What is set aside as it is."""
+    for folder in (run / "checkpoints", run / "critic" / "checkpoints"):
+        yield from (path_of(folder, later) for later in versions(folder) if later > version)
+    yield from (path for path in map(run.joinpath, WHOLE) if path.exists())
+    for file in sorted((run / "archive").glob("step-*.msgpack")):
+        if int(file.stem.removeprefix("step-")) >= version:
+            yield file
+
+
+def _cut(file: Path, aside: Path, version: int) -> None:
+    """``file`` keeps what was said up to ``version``; all of it is in ``aside``."""
+    if not file.exists():
+        return
+    cut = file.with_name(f".{file.name}-cut")
+    with cut.open("w") as kept:
+        kept.writelines(line_of(row) + "\n" for row in each_line(file) if _stays(row, version))
+    file.rename(aside)
+    cut.rename(file)
+
+
+def _stays(row: dict[str, Any], version: int) -> bool:
+    """A step makes the version after it; an evaluation is of the version that it names."""
+    step = row.get("step", row.get("critic_step"))
+    of_version = row.get("kind") in ("eval", "eval_loss") or "set" in row
+    return step is None or step < version + of_version

@@ -1,0 +1,49 @@
+"""A run's folder, taken back to an earlier checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from penstock.pipeline.cli import app
+from penstock.services.runtime.lines import read_lines
+from tests.e2e.runs import QUICKSTART
+
+
+def test_what_was_later_is_set_aside_and_nothing_else(tmp_path: Path) -> None:
+    run = tmp_path / "one"
+    for name in ("checkpoints/step-000005", "checkpoints/step-000010", "critic/checkpoints/step-000011", "redis/aof"):
+        (run / name).mkdir(parents=True)
+    (run / "archive").mkdir()
+    for step in range(12):
+        (run / "archive" / f"step-{step:06d}.msgpack").touch()
+    (run / "config.yaml").write_text(QUICKSTART.read_text())
+    (run / "summary.json").write_text("{}")
+    steps = [{"kind": "step", "step": step} for step in range(12)]
+    rows = {
+        "metrics.jsonl": [*steps, {"kind": "eval", "step": 5}, {"kind": "eval", "step": 6}],
+        "ledger.jsonl": [{"step": step, "groups": [step]} for step in range(12)],
+        "critic.jsonl": [{"critic_step": float(step)} for step in range(12)],
+        "eval_samples.jsonl": [{"set": "held_out", "step": step} for step in (0, 5, 10)],
+    }
+    for name, lines in rows.items():
+        (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def told(*arguments: str) -> str:
+        done = CliRunner().invoke(app, ["rollback", *arguments])
+        return f"{done.output}{done.exception}".replace("\n", " ")
+
+    assert "it has 5, 10" in told(str(run), "7") and "no run's folder" in told(str(tmp_path), "5")
+    assert not (run / "set-aside").exists()
+    assert "back at version 5" in told(str(run), "5")
+    (aside,) = (run / "set-aside").iterdir()
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-000005"}
+    assert not any((run / name).exists() for name in ("redis", "summary.json", "critic/checkpoints/step-000011"))
+    assert len(list((run / "archive").iterdir())) == 5 and len(list((aside / "archive").iterdir())) == 7
+    assert [row["step"] for row in read_lines(run / "ledger.jsonl")] == list(range(5))
+    assert [row["step"] for row in read_lines(run / "metrics.jsonl")] == [*range(5), 5]
+    assert len(read_lines(run / "critic.jsonl")) == 5
+    assert [row["step"] for row in read_lines(run / "eval_samples.jsonl")] == [0, 5]
+    assert all(read_lines(aside / name) == lines for name, lines in rows.items())
