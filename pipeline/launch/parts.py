@@ -8,6 +8,7 @@ from penstock.pipeline.config import Config, ConfigError
 from penstock.pipeline.resources.gpus import gpus_of_programs
 from penstock.pipeline.resources.host import PROCESS_GIB, SPARE, HostNeeds, host_needs
 from penstock.pipeline.resources.placement import joining_guests, seated
+from penstock.pipeline.resources.store_size import store_gib
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.runtime.registry import ActorSpec
@@ -122,4 +123,6 @@ def _memory_gib(config: Config, part: Part, needs: HostNeeds) -> int:
     if "trainer" in actors:
         ranks = config.trainer.ranks // config.trainer.nodes  # of them the processes are counted already
         gib += needs.trainer_node(config, ranks) - PROCESS_GIB * ranks
+    if part.kind == "head" and config.store.url is None:
+        gib += store_gib(config)
     return round(SPARE * gib + 0.5)

@@ -14,6 +14,7 @@ import redis
 from penstock.pipeline.config import Config, ConfigError, hide_password
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources.host import PROCESS_GIB, host_needs
+from penstock.pipeline.resources.store_size import store_gib
 from penstock.pipeline.resources.trainer_memory import GIB
 from penstock.pipeline.run.folder import keys_folder
 from penstock.pipeline.run.redis_server import find_server
@@ -180,6 +181,12 @@ def _look_at_memory(config: Config, report: Report) -> None:
             f"weights.transport={config.weights.transport}: {SEGMENTS} versions of {needs.version:.1f} GiB must fit "
             f"into {directory()}, which has {room:.0f} GiB; give it more (mount -o "
             f"remount,size={needs.shared + 1:.0f}G {directory()}; docker: --shm-size; compose: PENSTOCK_SHM){other}"
+        )
+    if config.store.url is None and (store := store_gib(config)) > memory / 2:
+        report.here.append(
+            f"trainer.checkpoint.every={config.trainer.checkpoint.every}: Redis keeps the experience of the steps that "
+            f"no checkpoint covers yet, up to {store:.0f} GiB, and {memory:.0f} GiB of memory may be used here; save "
+            "more often, or use a store on another machine (store.url)"
         )
     trainer = config.trainer
     ranks = trainer.ranks // trainer.nodes

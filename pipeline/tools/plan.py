@@ -31,6 +31,7 @@ from penstock.pipeline.resources.readers import uncounted
 from penstock.pipeline.resources.search import BANDWIDTH_SHARE, layouts, with_references
 from penstock.pipeline.resources.shares import too_much
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, LINK_SHARE, PROMPT, Load
+from penstock.pipeline.resources.store_size import store_gib
 from penstock.pipeline.resources.trainer_memory import trainer_parts
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.runtime.gpu_kinds import MACHINE, Device
@@ -65,7 +66,8 @@ def show(console: Console, config: Config, gpus: str | None, length: int | None,
     if needs := host_needs(config):
         console.print(
             f"host: {_node_gib(needs, config):.0f} GiB on the trainer's first node, {needs.shared:.0f} GiB of it "
-            f"shared memory; {needs.checkpoints:.0f} GiB of disk for checkpoints",
+            f"shared memory; {needs.checkpoints:.0f} GiB of disk for checkpoints; up to {store_gib(config):.1f} GiB in "
+            "Redis, and twice that on its disk, until a checkpoint covers it (trainer.checkpoint.every)",
             highlight=False,
         )
     if device:
