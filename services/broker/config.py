@@ -115,13 +115,13 @@ class PromptsConfig(Section):
     train: DataConfig
     """Where the prompts to train on come from."""
     eval: dict[str, DataConfig] = {}
-    """Held-out prompts, answered greedily before and after training: a data source, or several by name, e.g.
-    ``{sums: {type: hub, path: json, files: [sums.jsonl]}, words: {type: sort}}``, each with a curve of its own. null:
-    no evaluation."""
+    """Held-out prompts, answered greedily before (`eval_before`) and after training: a data source, or several by name,
+    e.g. ``{sums: {type: hub, path: json, files: [sums.jsonl]}, words: {type: sort}}``, each with a curve of its own.
+    null: no evaluation."""
     eval_given: dict[str, DataConfig] = {}
     """Held-out rows with answers of their own (``answer_key``): the trainer measures the loss on these answers, before
-    the first step, after every `eval_every` steps and after the last. A data source, or several by name, e.g.
-    ``{solved: {type: hub, path: json, files: [held_out.jsonl], answer_key: solution}}``; null: none."""
+    the first step (`eval_before`), after every `eval_every` steps and after the last. A data source, or several by
+    name, e.g. ``{solved: {type: hub, path: json, files: [held_out.jsonl], answer_key: solution}}``; null: none."""
     eval_size: int = Field(256, ge=0)
     """Held-out prompts that one evaluation asks of each set of `eval`, at most, and rows of each set of `eval_given`:
     its first ones. 0: no evaluation."""
@@ -131,6 +131,9 @@ class PromptsConfig(Section):
     eval_samples: int = Field(8, ge=0)
     """Prompts of each set of `eval` whose answers every evaluation writes to eval_samples.jsonl: its first ones, e.g.
     ``32``; 0: none."""
+    eval_before: bool = True
+    """Evaluate the model as it is before the first step too; false: train at once, and evaluate first after
+    `eval_every` steps, or after the last one. With `trainer.steps` 0 it is evaluated in any case."""
     eval_every: int = Field(0, ge=0)
     """Evaluate also after every so many steps, e.g. ``50``, while training goes on; 0: not."""
     best_by: str | None = None

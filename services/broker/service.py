@@ -253,7 +253,8 @@ class Broker:
         # A trainer that redoes steps publishes nothing before it is through, so nobody may wait for weights first.
         serving = progress.redoing or any(r.version >= 0 for r in state.members.of_kind("rollout"))
         if progress.phase == "starting" and serving:
-            if exact and committed == 0 and "before" not in state.evaluation.results:
+            first = exact and committed == 0 and "before" not in state.evaluation.results
+            if first and (state.settings.prompts.eval_before or not state.settings.steps):
                 state.evaluation.start("before", 0, exact=0)
                 self._enter("evaluating_before")
             else:

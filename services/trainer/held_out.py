@@ -29,6 +29,8 @@ class HeldOutSettings:
     """None: nothing is."""
     every: int = 0
     """Steps; 0: before the first and after the last step alone."""
+    before: bool = True
+    """Before the first step too."""
     turns: Literal["all", "last"] = "all"
     """Which of the assistant's messages count."""
     longest: int | None = None
@@ -65,7 +67,9 @@ class HeldOut:
                 raise SetupError(f"prompts.eval_given.{name}: no row can be used; {why.get(name, 'it has none')}")
 
     def due(self, version: int) -> bool:
-        """The loss is measured once ``version`` is made."""
+        """The loss is measured once ``version`` is made; 0 is the model as it was."""
+        if not version and self._steps:
+            return self._settings.before
         return version == self._steps or bool(self._settings.every and version % self._settings.every == 0)
 
     def measure(self, learner: Learner) -> dict[str, float]:

@@ -94,7 +94,7 @@ class Trainer:
         first = Publication(self._learner.version, self._score_canary(), quiet=behind)
         self._publication = self._publisher.publish(first)
         self._ask_held_out()
-        if not self._learner.version:
+        if not self._learner.version and self._held_out and self._held_out.due(0):
             self._measure()
         while (batch := self._take()) is not None:
             self._train(batch)
@@ -324,6 +324,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Trainer | WorkerRank:
         held_out=HeldOutSettings(
             sets=tuple(config.prompts.eval_given) if config.prompts.measures else (),
             every=config.prompts.eval_every,
+            before=config.prompts.eval_before,
             turns=config.rollout.given.turns,
             longest=config.rollout.engine.max_length,
         ),

@@ -289,6 +289,19 @@ def test_the_last_loss_ends_no_run_early(tmp_path: Path, redis_url: str) -> None
     stage.close()
 
 
+@pytest.mark.parametrize(("steps", "purpose"), [(4, "train"), (0, "eval")])
+def test_a_run_may_train_without_a_first_evaluation_unless_it_is_all_there_is(
+    tmp_path: Path, redis_url: str, steps: int, purpose: str
+) -> None:
+    prompts = PromptsConfig.model_validate(
+        {"train": {"type": "sort", "size": 50}, "eval": {"type": "sort", "size": 2, "seed": 1}, "eval_before": False}
+    )
+    stage = Stage(tmp_path, redis_url, prompts=prompts, steps=steps)
+    assert {lease.purpose for lease in stage.rollout().leases(2)} == {purpose}
+    assert stage.broker.state["evaluations"] == {}
+    stage.close()
+
+
 EXACT = Column(name="reward/exact", scorer="reward", nullable=True, evaluated=True)
 SHORT = Column(name="reward/short", scorer="reward", nullable=True, evaluated=True)
 BOTH = ColumnTable(columns=(EXACT, SHORT), sums=(WeightedSum(name="reward", terms={EXACT.name: 1.0, SHORT.name: 0.5}),))

@@ -66,8 +66,9 @@ def test_it_is_the_mean_over_the_tokens_of_the_answers(text: Tokenizer, budget: 
 
 
 def test_it_is_measured_when_it_is_due(text: Tokenizer) -> None:
-    assert [version for version in range(1, 26) if made(text, every=10).due(version)] == [10, 20, 25]
-    assert [version for version in range(1, 26) if made(text).due(version)] == [25]
+    assert [version for version in range(26) if made(text, every=10).due(version)] == [0, 10, 20, 25]
+    assert [version for version in range(26) if made(text, before=False, every=10).due(version)] == [10, 20, 25]
+    assert [version for version in range(26) if made(text).due(version)] == [0, 25]
 
 
 def test_a_set_of_which_no_row_can_be_used_is_named(text: Tokenizer) -> None:
