@@ -167,6 +167,7 @@ class Sampling(BaseModel):
     routing_replay: bool = False
     """Which experts a mixture sends each token to is recorded."""
     max_new_tokens: int = 16
+    """0: as many as there is room for; whoever makes an engine's request says how many that is (`room`)."""
     stop: tuple[str, ...] = ()
     """Texts that end a trajectory once it contains one of them."""
     greedy_baseline: bool = False
@@ -181,6 +182,12 @@ class Sampling(BaseModel):
         """Of one trajectory; a ``greedy`` one is never trained on."""
         update = {"n": 1, "greedy_baseline": False, **more}
         return self.model_copy(update=update | ({"temperature": 0.0, "routing_replay": False} if greedy else {}))
+
+    def room(self, size: int, longest: int | None) -> int:
+        """Tokens that an answer to ``size`` of them may have, where both may have ``longest`` together (None: only the
+        engine knows); less than 1: none."""
+        left = self.max_new_tokens if longest is None else longest - size
+        return min(self.max_new_tokens or left, left)
 
     @property
     def truncated(self) -> bool:

@@ -37,6 +37,8 @@ def main(
     config = load(Path(config_path))
     kl = config.trainer.algorithm.kl  # TRL's estimate is k3, as this is by default
     sampling, groups = config.rollout.sampling, groups or config.gate.groups_per_step
+    longest = sampling.max_new_tokens
+    assert longest, "rollout.sampling.max_new_tokens: set it"
     source = open_source(config.prompts.train)
     data = Dataset.from_list([{"prompt": p.text, "truth": p.truth} for p in source[: steps * groups]])
     by_text = {p.as_text(): p for p in source[: steps * groups]}
@@ -73,7 +75,7 @@ def main(
     arguments = GRPOConfig(
         output_dir=str(Path(out).parent / "trl"), use_cpu=True, bf16=False, max_steps=steps, seed=seed,
         per_device_train_batch_size=groups * sampling.n, num_generations=sampling.n,
-        max_completion_length=sampling.max_new_tokens, temperature=1.0, learning_rate=config.trainer.optimizer.lr,
+        max_completion_length=longest, temperature=1.0, learning_rate=config.trainer.optimizer.lr,
         lr_scheduler_type="constant", warmup_steps=0, beta=kl.coefficient, epsilon=0.2, epsilon_high=0.28,
         max_grad_norm=1.0, adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0, loss_type="dapo", logging_steps=1,
         save_strategy="no", report_to=[], disable_tqdm=True, gradient_checkpointing=False, model_init_kwargs=None,
@@ -85,7 +87,7 @@ def main(
     GRPOTrainer(
         model=model, reward_funcs=said_by if tool_s else judged if judge else reward, args=arguments,
         train_dataset=data, processing_class=tokenizer, callbacks=[Watch()],
-        rollout_func=two_turns(by_text, sampling.max_new_tokens, tool_s) if tool_s else None,
+        rollout_func=two_turns(by_text, longest, tool_s) if tool_s else None,
     ).train()  # fmt: skip
     Path(out).write_text(json.dumps({"seconds": seconds, "rewards": rewards, "generated_tokens": counted["tokens"]}))
 

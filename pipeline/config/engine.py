@@ -15,7 +15,7 @@ def check_engine(config: Any) -> None:
             raise ValueError(
                 f"rollout.sampling.n={sampling.n} exceeds rollout.engine.max_sequences={engine.max_sequences}"
             )
-        if sampling.max_new_tokens >= engine.max_length:
+        if (sampling.max_new_tokens or 0) >= engine.max_length:
             raise ValueError(
                 f"rollout.sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in "
                 f"rollout.engine.max_length={engine.max_length}"
@@ -25,6 +25,11 @@ def check_engine(config: Any) -> None:
                 f"weights.canary_tokens={config.weights.canary_tokens} exceeds "
                 f"rollout.engine.max_length={engine.max_length}"
             )
+    if sampling.max_new_tokens is None and engine.max_length is None:
+        raise ValueError(
+            f"rollout.sampling.max_new_tokens=null: only the engine ({engine.name}) knows how long a sequence may be; "
+            "set it, e.g. to 1024"
+        )
     if sampling.routing_replay and not getattr(config.model, "experts", 1):
         raise ValueError("rollout.sampling.routing_replay: there are no experts; set model.experts, e.g. to 4")
     if sampling.routing_replay and isinstance(engine, PluginEngineConfig) and engine.name in HTTP_ENGINES:

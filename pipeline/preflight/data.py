@@ -132,10 +132,12 @@ def check_length(
     config: Config, sizes: list[int], report: Report, model_length: int, key: str = "prompts.train"
 ) -> None:
     """Whether prompts of so many tokens, which ``key`` gives, leave room for an answer, of one token where none is
-    sampled. Others than those that are trained on are told of in any case: some may ask for less."""
+    sampled, or as long as there is room. Others than those that are trained on are told of in any case: some may ask
+    for less."""
     engine, sampling = config.rollout.engine, config.rollout.sampling
-    new = 1 if config.rollout.all_given else sampling.max_new_tokens
-    answer = "an answer of a token" if config.rollout.all_given else f"rollout.sampling.max_new_tokens={new}"
+    new = (None if config.rollout.all_given else sampling.max_new_tokens) or 1
+    bounded = sampling.max_new_tokens and not config.rollout.all_given
+    answer = f"rollout.sampling.max_new_tokens={new}" if bounded else "an answer of a token"
     length = longest_sequence(engine, model_length) or model_length
     long = [size for size in sizes if size + new > length]
     if not long:

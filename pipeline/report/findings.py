@@ -82,9 +82,9 @@ def _answers(state: dict[str, Any], steps: Rows) -> Iterator[str]:
     last = [row["finished_share"] for row in steps[-LAST:] if "finished_share" in row]
     if last and sum(last) / len(last) < 0.5:
         share = 100 * (1 - sum(last) / len(last))
-        at = "rollout.sampling.max_new_tokens"
+        at = "rollout.sampling.max_new_tokens, or at rollout.engine.max_length"
         if steps[-1].get("turns"):  # a trajectory of several may also end before its task does
-            at += ", at rollout.engine.max_length, or, of an environment, at rollout.environment.max_turns"
+            at += ", or, of an environment, at rollout.environment.max_turns"
         yield f"{share:.0f} % of the last steps' answers were cut off at {at}"
     bounds = [row for row in steps if row.get("mismatch_kl_k3", 0.0) > row.get("mismatch_bound", float("inf"))]
     if len(bounds) > OFTEN * max(1, len(steps)):

@@ -13,8 +13,8 @@ def longest_response(config: Config) -> int:
     if config.gateway.count and rollout.engine.max_length:  # a session may have any number of turns
         return rollout.engine.max_length
     turns = max((environment.max_turns for environment in rollout.all_environments.values()), default=1)
-    sampled = turns * rollout.sampling.max_new_tokens
-    return min(sampled, rollout.engine.max_length or sampled)
+    sampled = turns * (rollout.sampling.max_new_tokens or 0)
+    return min(filter(None, (sampled, rollout.engine.max_length)))
 
 
 def most_at_once(config: Config) -> int:

@@ -224,9 +224,8 @@ class Policy:
     def _sampling(self, work: Work, session: Session, size: int, max_tokens: int | None, stop: Sequence[str]) -> Any:
         """The run's own: what is trained on must have been drawn as the run draws. Shorter, where the agent says so."""
         own = work.lease.sampling
-        new = min(own.max_new_tokens, max_tokens or own.max_new_tokens)
-        if self._max_length is not None:
-            new = min(new, self._max_length - size)
+        new = own.room(size, self._max_length)
+        new = min(new, max_tokens or new)
         if new < 1 and self._max_length is not None:
             why = f"no room is left of the {self._max_length} that rollout.engine and the model take"
             raise no_room(size + 1, self._max_length, why)

@@ -194,8 +194,9 @@ class SamplingConfig(Section):
     routing_replay: bool = False
     """Of a mixture of experts: which experts the engine sends each token to is recorded, and the trainer sends it there
     (R3, Ma et al. 2025, arXiv:2510.11370). See docs/engines.md."""
-    max_new_tokens: int = Field(256, ge=1)
-    """Longest response, in tokens; what is longer is cut off."""
+    max_new_tokens: int | None = Field(256, ge=1)
+    """Longest response, in tokens, e.g. ``1024``; what is longer is cut off, and a prompt that is answered once must
+    leave room for as many. null: as long as `rollout.engine.max_length` has room for behind each prompt."""
     stop: tuple[str, ...] = ()
     """Texts that end a trajectory, e.g. ``["</answer>"]``."""
 
@@ -208,11 +209,12 @@ class SamplingConfig(Section):
 
     def training(self, greedy_baseline: bool = False) -> Sampling:
         """For training groups."""
-        return Sampling(**self.model_dump(), greedy_baseline=greedy_baseline)
+        own = self.model_dump() | {"max_new_tokens": self.max_new_tokens or 0}
+        return Sampling(**own, greedy_baseline=greedy_baseline)
 
     def greedy(self) -> Sampling:
         """For evaluation: one greedy answer."""
-        return Sampling(n=1, temperature=0.0, max_new_tokens=self.max_new_tokens, stop=self.stop)
+        return Sampling(n=1, temperature=0.0, max_new_tokens=self.max_new_tokens or 0, stop=self.stop)
 
 
 class RolloutConfig(Section):

@@ -250,9 +250,7 @@ class MultiTurn:
 
     def _generate(self, session: _Session) -> Made | None:
         lease, tokens = session.work.lease, session.tokens
-        new = lease.sampling.max_new_tokens
-        if self._max_length is not None:
-            new = min(new, self._max_length - len(tokens))
+        new = lease.sampling.room(len(tokens), self._max_length)
         if new < 1:
             full = f"no room is left of the {self._max_length} tokens that rollout.engine and the model take"
             return self._refused(session, full)

@@ -9,7 +9,7 @@ import numpy as np
 from penstock.protocols.experience import Group, Trajectory
 from penstock.protocols.messages import Lease
 from penstock.services.rollout.config import GivenConfig
-from penstock.services.rollout.engines.base import Completion, Engine, Refusal, Request
+from penstock.services.rollout.engines.base import Completion, Engine, Refusal, Request, RequestError
 from penstock.services.rollout.group_maker import Made, handle_of
 from penstock.services.turns.given import given_trajectory
 from penstock.services.turns.joining import join
@@ -38,8 +38,8 @@ class SingleTurn:
     def __init__(
         self, engine: Engine, text: Tokenizer, given: GivenConfig | None = None, max_length: int | None = None
     ) -> None:
-        """``given``: which answers of training groups are their rows' own, of ``max_length`` tokens with their prompts
-        (None: there is no bound)."""
+        """``given``: which answers of training groups are their rows' own. ``max_length``: tokens that an answer may
+        have with its prompt, None where the engine alone knows."""
         self._engine, self._text = engine, text
         self._given, self._max_length = given or GivenConfig(), max_length
         self._work: dict[int, _Work] = {}
@@ -52,6 +52,8 @@ class SingleTurn:
         if not sampled:
             return lease, Group(lease.number, lease.prompt, given)
         tokens = self._text.encode(lease.prompt)
+        if not sampling.max_new_tokens:
+            sampling = sampling.model_copy(update={"max_new_tokens": self._room(lease, len(tokens))})
         work, handle = _Work(lease, tokens, given), handle_of(lease)
         own = sampling.model_copy(update={"greedy_baseline": False, "n": sampled})
         shown, unread = lease.prompt.pictures, lease.purpose == "eval"
@@ -62,6 +64,16 @@ class SingleTurn:
             self._engine.submit(Request(handle + BASELINE, lease.seed, tokens, greedy, pictures=shown))
             self._work[handle + BASELINE] = work
         return None
+
+    def _room(self, lease: Lease, size: int) -> int:
+        """Raises `RequestError` where no token has any behind a prompt of ``size``."""
+        room = lease.sampling.room(size, self._max_length)
+        if room < 1:
+            raise RequestError(
+                f"a prompt of {size} tokens leaves no room for an answer in the {self._max_length} that rollout.engine "
+                "and the model take (rollout.engine.max_length)"
+            )
+        return room
 
     def _given_to(self, lease: Lease) -> list[Trajectory]:
         """All the same: each is as much of the group as another answer."""

@@ -55,6 +55,10 @@ def test_shipped_configs_survive_a_round_trip(path: Path) -> None:
         ("model={type: tiny, experts: 4, experts_per_token: 8}", "model: experts_per_token=8 is more than experts=4"),
         ("rollout.sampling.n=300", "exceeds rollout.engine.max_sequences=256"),
         ("rollout.sampling.max_new_tokens=32", "leaves no room for a prompt"),
+        (
+            "rollout={engine: {type: plugin, name: 'my_engine:Mine'}, sampling: {max_new_tokens: null}}",
+            "rollout.sampling.max_new_tokens=null: only the engine (my_engine:Mine) knows how long",
+        ),
         ("trainer.algorithm.aggregation=seq-mean-token-sum-norm", "length_scale is needed"),
         (
             "reward.functions=[{function: exact}]",

@@ -122,8 +122,8 @@ def test_lengths_have_the_mean_that_was_asked_for_and_seen_ones_are_what_they_we
 def test_turns_make_longer_responses() -> None:
     """Four of 64 tokens, where the engine has room for them."""
     keys = {"rollout.environment": "{environment: 'my:Guess', max_turns: 4}", "rollout.sampling.max_new_tokens": 64}
-    for room, longest in ((4096, 256), (200, 200)):
-        made = in_one_go(**keys, **{"rollout.engine.max_length": room})
+    for room, new, longest in ((4096, 64, 256), (200, 64, 200), (128, "null", 128)):
+        made = in_one_go(**{**keys, "rollout.engine.max_length": room, "rollout.sampling.max_new_tokens": new})
         assert (longest_response(made), half_of_the_longest(made)) == (longest, longest // 2)
         found = World(made, alike(length=1000), 20).run()
         assert found.steps_per_s == pytest.approx(1 / (longest * 0.01), rel=0.03)

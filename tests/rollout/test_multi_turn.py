@@ -16,11 +16,12 @@ from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
 from penstock.protocols.experience import UNSAMPLED, Group, Prompt, Sampling
 from penstock.protocols.messages import Lease
 from penstock.protocols.packed_groups import pack_group, unpack_group
+from penstock.services.broker.config import EvalSampling
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.modeling import attention  # noqa: F401 - registers ours
 from penstock.services.rollout.by_source import FIRST_NUMBER, BySource, posting
-from penstock.services.rollout.config import RolloutConfig, TorchEngineConfig
-from penstock.services.rollout.engines.base import Completion, Request
+from penstock.services.rollout.config import RolloutConfig, SamplingConfig, TorchEngineConfig
+from penstock.services.rollout.engines.base import Completion, Request, RequestError
 from penstock.services.rollout.group_maker import Made
 from penstock.services.rollout.multi_turn import MultiTurn
 from penstock.services.rollout.service import Rollout
@@ -278,6 +279,26 @@ def test_a_trajectory_is_no_longer_than_the_model_has_positions_for(folder: Path
     made._receiver.close()
     made._maker.close()
     made.actor.mailbox.close(0)
+
+
+def test_answers_without_a_bound_are_as_long_as_their_prompts_leave_room(folder: Path, model: Any) -> None:
+    engine, text = engine_for(model, set()), Tokenizer(str(folder))
+    sampling = SamplingConfig(n=2, max_new_tokens=None)
+    for own in (sampling.training(True), EvalSampling().of(sampling.greedy())):
+        maker = SingleTurn(engine, text, max_length=24)
+        short = lease(1).model_copy(update={"sampling": own})
+        long = lease(2).model_copy(update={"sampling": own, "prompt": Prompt(index=2, text="sort abcdefgh=")})
+        made = dict[int, Any]()
+        for each in (short, long):
+            maker.start(each)
+        while len(made) < 2:
+            for result in engine.step():
+                if found := maker.take(result):
+                    made[found[0].number] = found[1]
+        for group in made.values():
+            assert {(len(t.tokens), t.finish) for t in group.trajectories} == {(24, "length")}
+    with pytest.raises(RequestError, match="a prompt of 24 tokens leaves no room for an answer in the 24 that"):
+        maker.start(short.model_copy(update={"prompt": Prompt(index=3, text="a" * 24)}))
 
 
 def test_single_answers_have_a_greedy_one_more(folder: Path, model: Any) -> None:
