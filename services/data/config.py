@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from penstock.services.data.template import a_template
 from penstock.services.runtime.settings import Section
 
 
@@ -66,8 +67,13 @@ class HubData(Section):
     """Render a text prompt as one user message through the tokenizer's chat template, where it has one."""
     system: str | None = None
     """System message before each prompt, e.g. ``Think step by step.``; null: none."""
+    template: str | None = None
+    """What stands around each prompt, of a chat around the user's last message, e.g.
+    ``"{prompt} Answer with a number alone."``; only ``{prompt}`` is replaced. null: nothing."""
     limit: int | None = Field(None, ge=1)
     """Use so many rows from the start, e.g. ``1000``; null: all."""
+
+    _around = field_validator("template")(a_template)
 
 
 class ReasoningGymData(Section):
@@ -98,8 +104,13 @@ class CustomData(Section):
     """Where it is: module and function, e.g. ``my_data:load``."""
     options: dict[str, Any] = {}
     """What the function is called with, e.g. ``{folder: tasks}``."""
+    template: str | None = None
+    """What stands around each prompt, of a chat around the user's last message, e.g.
+    ``"{prompt} Answer with a number alone."``; only ``{prompt}`` is replaced. null: nothing."""
     pictures: bool = False
     """Its prompts show pictures (``Prompt.pictures``), e.g. ``true``: engines must know before the first comes."""
+
+    _around = field_validator("template")(a_template)
 
 
 class NumbersData(Section):

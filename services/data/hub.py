@@ -18,6 +18,7 @@ from penstock.services.data.csv_rows import CsvRows
 from penstock.services.data.json_rows import JsonRows, kind_of, words_of
 from penstock.services.data.pictures import marked, marked_chat, picture_columns, read_pictures, undecoded
 from penstock.services.data.source import PromptSource
+from penstock.services.data.template import with_template
 from penstock.services.runtime.user_folders import find_files, folders
 
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -86,7 +87,9 @@ class HubSource(PromptSource):
         prompt = make_prompt(index, content, truth, self._config.chat, self._config.system, answer, pictures, tools)
         if self._config.source_key:
             prompt = prompt.model_copy(update={"source": _named(index, self._config.source_key, row)})
-        return not_blind(prompt, f"{self._config.images_key!r} has no picture") if self._config.images_key else prompt
+        if self._config.images_key:
+            not_blind(prompt, f"{self._config.images_key!r} has no picture")
+        return with_template(prompt, self._config.template)
 
     def _chat(self, found: Any) -> Any:
         """Of messages or tools, what the row has said: a table has in each map every key that any row has, and null."""

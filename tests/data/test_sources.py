@@ -14,10 +14,11 @@ import pytest
 from penstock.protocols import wire
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, json_rows, open_source
-from penstock.services.data.config import HubData, ReasoningGymData, says_sources
+from penstock.services.data.config import CustomData, HubData, ReasoningGymData, says_sources
 from penstock.services.data.hub import make_prompt, without_nulls
 from penstock.services.data.json_rows import JsonRows
 from penstock.services.data.source import PromptSource
+from penstock.services.data.written import line
 from penstock.services.runtime.user_folders import VARIABLE
 
 
@@ -66,6 +67,25 @@ def test_what_json_has_is_what_a_reward_is_told(tmp_path: Path) -> None:
     assert in_json(tmp_path, lines(*rows))[0].truth == rows[0]
     mixed = [{"prompt": "a", "truth": {"a": 1}}, {"prompt": "b", "truth": {"b": [1, "2"]}}, {"prompt": "c"}]
     assert [row.truth for row in in_json(tmp_path, lines(*mixed))] == [*mixed[:2], {"prompt": "c", "truth": None}]
+
+
+BOXED = "{prompt}\n\nPut the answer in \\boxed{}."
+
+
+def test_a_template_stands_around_the_text_or_the_users_last_message(tmp_path: Path) -> None:
+    said = "{2+2}?\n\nPut the answer in \\boxed{}."
+    talk = [{"role": role, "content": "{2+2}?"} for role in ("user", "assistant", "user", "tool")]
+    rows = in_json(tmp_path, lines({"prompt": "{2+2}?"}), template=BOXED, chat=False)
+    assert rows[0].text == said
+    rows = in_json(tmp_path, lines({"prompt": talk}, {"prompt": talk[1:2] * 2}), template=BOXED, answer_key="prompt")
+    assert [m["content"] for m in rows[0].messages] == [said] and rows[0].answer[0]["content"] == "{2+2}?"
+    with pytest.raises(DataError, match=r"row 1: .*the user says nothing"):
+        rows[1]
+    rows = in_json(tmp_path, lines({"prompt": talk}), template=BOXED, system="{prompt}")
+    assert [m["content"] for m in rows[0].messages] == ["{prompt}", "{2+2}?", "{2+2}?", said, "{2+2}?"]
+    (tmp_path / "own.jsonl").write_text(line({"prompt": "{2+2}?", "truth": "4"}))
+    given = {"function": "penstock.services.data.written:Written", "options": {"file": str(tmp_path / "own.jsonl")}}
+    assert open_source(CustomData(**given, template=BOXED))[0].as_text() == said
 
 
 @pytest.mark.parametrize("form", ["a line each", "one list", "with a mark and empty lines", "compressed"])

@@ -72,6 +72,15 @@ def test_shipped_configs_survive_a_round_trip(path: Path) -> None:
         ("prompts.train={type: sorted}", "prompts.train: type is 'sorted', but must be one of 'sort', 'hub',"),
         ("prompts.train={type: sorted}", "did you mean 'sort'?"),
         (
+            "prompts.train={type: hub, path: json, template: 'Q: {question}'}",
+            "template: 'Q: {question}' has no {prompt}",
+        ),
+        (r'prompts.train={type: hub, path: json, template: "{prompt} \boxed{}"}', r"write \\boxed and \\frac there"),
+        (
+            "prompts.train={type: custom, function: 'a:b', template: '<image> {prompt}'}",
+            "it says <image>, which stands",
+        ),
+        (
             "replay.filter=ranges",
             "replay.filter: type is 'ranges', but must be one of 'none', 'zero_variance', 'range'",
         ),
