@@ -17,6 +17,7 @@ from penstock.services.data.picture_files import blank_picture
 from penstock.services.reward.config import ENVIRONMENT, FunctionConfig
 from penstock.services.reward.function import of_prompt
 from penstock.services.reward.groups import apart, together
+from penstock.services.reward.other_forms import more_of_prompt
 from penstock.services.reward.truth import as_text
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.registry import actors
@@ -76,8 +77,8 @@ def _try(function: FunctionConfig, index: int, table: ColumnTable, rows: list[Pr
     pool = WorkerPool(function.program(key), workers=1, limit=8)  # importing it may take as long as in the run
     line = note = ""
     try:
-        for row in _with_its_truth(key, function, rows if function.trial else []):
-            answers, calls = _called(pool, function, table, row)
+        for row, whole in _with_its_truth(key, function, rows if function.trial else []):
+            answers, calls = _called(pool, function, table, row, whole)
             line = line or _given(key, function, row, answers, calls)
             if note := _judge(key, function, row, answers, calls):
                 break
@@ -86,8 +87,9 @@ def _try(function: FunctionConfig, index: int, table: ColumnTable, rows: list[Pr
         pool.close()
 
 
-def _with_its_truth(key: str, function: FunctionConfig, rows: list[Prompt]) -> Iterator[Prompt]:
-    """``rows`` with what the function is given of their truth. Raises `SetupError` where its `truth_key` is in none."""
+def _with_its_truth(key: str, function: FunctionConfig, rows: list[Prompt]) -> Iterator[tuple[Prompt, Prompt]]:
+    """``rows`` with what the function is given of their truth, each with what it was before. Raises `SetupError` where
+    its `truth_key` is in none."""
     for row in rows:
         truth = function.truth_of(row.truth)
         if truth is None and function.truth_key:
@@ -96,16 +98,17 @@ def _with_its_truth(key: str, function: FunctionConfig, rows: list[Prompt]) -> I
             raise SetupError(
                 f"{key}.truth_key: {function.truth_key!r} is not in the truth of row {row.index}; {has}{remedy}"
             )
-        yield row.model_copy(update={"truth": truth})
+        yield row.model_copy(update={"truth": truth}), row
 
 
 def _called(
-    pool: WorkerPool, function: FunctionConfig, table: ColumnTable, row: Prompt
+    pool: WorkerPool, function: FunctionConfig, table: ColumnTable, row: Prompt, whole: Prompt
 ) -> tuple[list[str], list[Future[list[float]]]]:
-    """The answers to ``row`` that it was tried on, and a call for each."""
+    """The answers to ``row``, which is the ``whole`` one with its part of the truth, that it was tried on, and a call
+    for each."""
     known = isinstance(row.truth, str | int | float) and not isinstance(row.truth, bool)
     answers = [answer for answer in (as_text(row.truth) if known else None, ANSWER) if answer]
-    offered = [_offered(function, table, row, answer) for answer in answers]
+    offered = [_offered(function, table, row, answer) | more_of_prompt(whole) for answer in answers]
     calls = [pool.submit(Call(each)) for each in ([together(offered)] if function.whole_group else offered)]
     done = wait(calls, TRIAL_S).done
     if function.whole_group and done:

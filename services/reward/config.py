@@ -36,7 +36,8 @@ class FunctionConfig(Section):
     """One reward function, plain or async: it returns a number, or several (`also`), and is given what it asks for by
     name, out of
     ``response``, ``response_tokens``, ``turns``, ``truth``, ``source``, ``prompt``, ``messages``, ``finish_reason``,
-    ``group``, ``sample``, ``step``, ``pictures``, the columns below, and the options."""
+    ``group``, ``sample``, ``step``, ``pictures``, the columns below, and the options; or by verl's names
+    ``solution_str``, ``ground_truth``, ``data_source``, ``extra_info``."""
 
     function: str = "exact_match"
     """A name of the registry (choice, code_tests, exact_match, f1, judge, length, math_verify, number, overlong,
@@ -72,7 +73,8 @@ class FunctionConfig(Section):
     whole_group: bool = False
     """It is called once for all answers to a prompt, e.g. ``true`` for one that compares them: ``response``,
     ``finish_reason`` and all else that is of one answer are lists then, and so is what it returns: a number for each,
-    or None where it has none."""
+    or None where it has none. One that takes ``completions`` is called as TRL does it: with ``prompts`` and the row's
+    columns, all of them lists."""
     last_turn: bool | None = None
     """Of a task of several turns ``response`` is the last alone, e.g. ``true``, and not all of them with what the
     environment said between them. null: so for the built-in functions that compare an answer with the truth, and for

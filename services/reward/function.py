@@ -5,9 +5,18 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.protocols.experience import FLOAT32_MAX, Prompt
+from penstock.services.reward.groups import OF_GROUP
+from penstock.services.reward.other_forms import (
+    FOR_LISTS,
+    LISTS,
+    NAMES,
+    ROW,
+    columns_of,
+    in_lists,
+)
 from penstock.services.runtime.plugins import load_plugin
 
 OFFERED = (
@@ -29,6 +38,24 @@ def of_prompt(prompt: Prompt) -> dict[str, Any]:
     }
 
 
+class _Takes(NamedTuple):
+    """What a function has parameters for."""
+
+    names: frozenset[str]
+    required: frozenset[str]
+    """Those without a default."""
+    rest: bool
+    """Any other, too."""
+
+
+def _takes(call: Callable[..., Any]) -> _Takes:
+    parameters = inspect.signature(call).parameters.values()
+    names = frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    rest = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    required = frozenset(p.name for p in parameters if p.default is p.empty and p.kind not in rest)
+    return _Takes(names, required, any(p.kind is p.VAR_KEYWORD for p in parameters))
+
+
 class RewardFunction:
     """The function with its options, its timeout and what it asks for."""
 
@@ -44,28 +71,29 @@ class RewardFunction:
             getattr(self.call, "__call__", None)  # noqa: B004 - an object whose __call__ is async
         )
         self.options, self.timeout_s, self._also = program["options"], program["timeout_s"], program["also"]
+        self._takes = _takes(self.call)
         self.asks = self._asks([*OFFERED, *program["columns"]])
 
     def _asks(self, offered: list[str]) -> list[str]:
         """Of what is ``offered``, what the function takes. Raises `ValueError` where it wants something else."""
-        parameters = inspect.signature(self.call).parameters.values()
-        names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        rest = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-        required = {p.name for p in parameters if p.default is p.empty and p.kind not in rest}
-        if strange := sorted(required - set(offered) - self.options.keys()):
+        takes = self._takes
+        self._verls = [name for name in NAMES if name in takes.names and name not in (*offered, *self.options)]
+        if strange := sorted(takes.required - {*offered, *self._verls} - self.options.keys()):
             raise ValueError(
                 f"{self._where} asks for {', '.join(strange)}; it may ask for {', '.join(offered)}, and for what its "
                 "options give; with prompts.train.truth_key=null truth is the whole row, a map of its columns"
+                + f"; a function of TRL's, with {LISTS}, wants whole_group: true"
+                * (LISTS in strange)
             )
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return [name for name in offered if name not in self.options]
-        if strange := sorted(self.options.keys() - names):
+        if not takes.rest and (strange := sorted(self.options.keys() - takes.names)):
             raise ValueError(f"{self._where} does not take {', '.join(strange)}, which its options give")
-        return [name for name in offered if name in names and name not in self.options]
+        self._own = [name for name in offered if name not in self.options and (takes.rest or name in takes.names)]
+        return list(dict.fromkeys([*self._own, *(NAMES[name] for name in self._verls)]))
 
     def start(self, arguments: dict[str, Any]) -> Any:
         """See `Handler.start`."""
-        return self.call(**arguments, **self.options)
+        own = {name: arguments[name] for name in self._own}
+        return self.call(**own, **{name: arguments[NAMES[name]] for name in self._verls}, **self.options)
 
     def answer(self, value: Any) -> dict[str, Any]:
         """See `Handler.answer`: its reward, and behind it the numbers that `also` names, each finite and no more than
@@ -99,7 +127,25 @@ def _number(value: Any) -> float:
 
 
 class GroupRewardFunction(RewardFunction):
-    """One that is called once for all answers to a prompt."""
+    """One that is called once for all answers to a prompt: by our names, or as TRL calls it, where it has `LISTS`."""
+
+    def _asks(self, offered: list[str]) -> list[str]:
+        self._of_trl = LISTS in self._takes.names and LISTS not in (*offered, *self.options)
+        if not self._of_trl:
+            return super()._asks(offered)
+        return list(dict.fromkeys([*FOR_LISTS, *(name for name in offered if name in self._takes.names)]))
+
+    def start(self, arguments: dict[str, Any]) -> Any:
+        """See `Handler.start`. Raises `ValueError` where one of TRL's asks for what the row has not."""
+        if not self._of_trl:
+            return super().start(arguments)
+        there, takes = in_lists(arguments, OF_GROUP), self._takes
+        columns = columns_of(arguments) if takes.rest else ()
+        if strange := sorted(takes.required - there.keys() - self.options.keys()):
+            has = ", ".join(map(str, arguments[ROW])) or "no columns; prompts.train.truth_key=null gives them"
+            raise ValueError(f"it asks for {', '.join(strange)}, and the truth of its row has {has}")
+        given = {name: there[name] for name in there if name in takes.names or name in columns}
+        return self.call(**given | self.options)
 
     def answer(self, value: Any) -> dict[str, Any]:
         """A list with what `RewardFunction.answer` says of each; of None that there is no reward."""
@@ -109,5 +155,6 @@ class GroupRewardFunction(RewardFunction):
             several = list(value)
         except TypeError:
             return {"error": f"returned {type(value).__name__}, not a list of numbers"}
-        none = {"error": "returned None: it has no reward for this answer"}
+        remedy = "; say which rows it judges: its sources, with prompts.train.source_key" * self._of_trl
+        none = {"error": f"returned None: it has no reward for this answer{remedy}"}
         return {"value": [none if each is None else super(GroupRewardFunction, self).answer(each) for each in several]}

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-OF_GROUP = frozenset(("truth", "source", "prompt", "messages", "group", "step"))
+from penstock.services.reward.other_forms import CHAT, EXTRA, ROW
+
+OF_GROUP = frozenset(("truth", "source", "prompt", "messages", "group", "step", ROW, CHAT, EXTRA))
 """What such a function is given once; of all else it is given a list, with one for each answer."""
 
 

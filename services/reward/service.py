@@ -15,6 +15,7 @@ from penstock.protocols.experience import Trajectory
 from penstock.services.reward.config import ENVIRONMENT, FunctionConfig, RewardConfig
 from penstock.services.reward.function import of_prompt
 from penstock.services.reward.groups import apart, together
+from penstock.services.reward.other_forms import more_of_prompt
 from penstock.services.runtime import allowance
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.scorer import Answer, ScorerActor, ScoringTask
@@ -168,18 +169,22 @@ class _Answering:
 
 
 def _offered(task: ScoringTask, sample: int) -> dict[str, Any]:
-    """What any function may ask for about one trajectory: see `function.OFFERED`."""
+    """What any function may ask for about one trajectory: see `function.OFFERED` and `other_forms`."""
     trajectory = task.group.trajectories[sample]
-    return of_prompt(task.group.prompt) | {
-        "response": trajectory.text,
-        "response_tokens": trajectory.sampled,
-        "turns": list(trajectory.turns) or [trajectory.text],
-        "pictures": list(trajectory.pictures),
-        "finish_reason": trajectory.finish,
-        "group": task.key[1],
-        "sample": sample,
-        "step": task.step,
-    }
+    return (
+        of_prompt(task.group.prompt)
+        | more_of_prompt(task.group.prompt)
+        | {
+            "response": trajectory.text,
+            "response_tokens": trajectory.sampled,
+            "turns": list(trajectory.turns) or [trajectory.text],
+            "pictures": list(trajectory.pictures),
+            "finish_reason": trajectory.finish,
+            "group": task.key[1],
+            "sample": sample,
+            "step": task.step,
+        }
+    )
 
 
 def _as_asked(config: FunctionConfig, task: ScoringTask, sample: int, offered: dict[str, Any]) -> dict[str, Any]:

@@ -591,7 +591,7 @@ MISTAKES = [
       files={"talk.jsonl": json.dumps({"messages": TALK, "answer": "2"})},
       overrides=["prompts.train={type: hub, path: json, files: [talk.jsonl], prompt_key: messages, "
                  "truth_key: answer}"]),
-    m("a rest that is not given", "reward.functions.0: mine:of_completions asks for completions", "it may ask for resp",
+    m("a rest that is not given", "reward.functions.0: mine:of_completions asks for completions", "whole_group: true",
       overrides=[REWARD.format("mine:of_completions")]),
     m("several mistakes", "prompts.train.prompt_key: no column 'x'", "has no 'best'", "mine:buggy_loss",
       overrides=["prompts.train.prompt_key=x", REWARD.format("mine:best"), LOSS.format("buggy_loss")]),

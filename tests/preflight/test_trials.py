@@ -17,6 +17,23 @@ def test_a_reward_may_ask_for_the_same_by_name_in_its_trial() -> None:
     assert offered.keys() == set(OFFERED)
 
 
+def test_a_part_of_the_truth_is_not_all_that_verls_and_trls_functions_are_told_of_in_their_trial() -> None:
+    row = {"level": 1, "right": {"answer": "a"}, "answer": "a", "extra_info": {"level": 2}}
+    prompt = Prompt(index=0, messages=[{"role": "user", "content": "say"}], truth=row, source="math")
+    of_verl = {"function": "tests.reward.functions:compute_score", "truth_key": "right.answer"}
+    of_trl = {"function": "tests.reward.functions:of_trl", "truth_key": "right.answer", "whole_group": True}
+    told = {
+        "model": {"type": "tiny"},
+        "prompts": {"train": {"type": "sort"}},
+        "reward": {"functions": [of_verl, of_trl]},
+    }
+    report = Report(rows={"math": prompt})
+    rewards.look(Config.model_validate(told), report)
+    assert (
+        not report.problems and "gave 3 for the truth" in report.lines[0] and "gave 1 for the truth" in report.lines[1]
+    )
+
+
 def of_pictures(response: str, pictures: list[bytes]) -> float:
     """As docs/scoring.md opens one."""
     return float(open_picture(pictures[0]).width)

@@ -233,3 +233,23 @@ def as_verl_returns(response: str) -> dict[str, Any]:
 
 def rubric_of_group(response: list[str]) -> list[Any]:
     return [{"score": len(each), "clear": index, "cited": 0} for index, each in enumerate(response)]
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """As verl calls it."""
+    assert data_source == "math"
+    return float(solution_str == ground_truth) + extra_info.get("level", 0)
+
+
+def of_trl(prompts: Any, completions: Any, answer: list[str], **columns: Any) -> list[float | None]:
+    """As TRL calls it, of prompts with messages."""
+    assert prompts == [[{"role": "user", "content": "say"}]] * len(answer)
+    assert columns["level"] == [1] * len(answer) and "prompt" not in columns
+    said = [told[0]["content"] for told in completions]
+    return [float(text == right) if text else None for text, right in zip(said, answer, strict=True)]
+
+
+async def of_trl_plain(
+    completions: list[str], prompts: list[str], ground_truth: list[str], bonus: float
+) -> list[float]:
+    return [float(text == truth) + bonus for text, truth in zip(completions, ground_truth, strict=True)]

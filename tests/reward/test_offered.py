@@ -44,6 +44,8 @@ def level(truth: dict[str, Any]) -> float:
         ({"function": "exact_match", "truth_key": "reward_model.ground_truth"}, 1.0),
         ({"function": f"{HERE}:level"}, 3.0),
         ({"function": f"{HERE}:level", "truth_key": "extra_info"}, 3.0),
+        ({"function": "tests.reward.functions:compute_score", "truth_key": "reward_model.ground_truth"}, 3.0),
+        ({"function": "tests.reward.functions:compute_score", "last_turn": True}, 1.0),
     ],
 )
 def test_each_reads_its_turns_and_its_part_of_the_truth(function: dict[str, Any], given: float) -> None:
@@ -58,7 +60,9 @@ def test_each_reads_its_turns_and_its_part_of_the_truth(function: dict[str, Any]
     try:
         row = {"reward_model": {"ground_truth": "42"}, "extra_info": {"level": 3}}
         truth = row if "level" in function["function"] or "truth_key" in function else "42"
-        task = ScoringTask(("train", 1), Group(1, Prompt(index=0, text="?", truth=truth), [answer]), (column,), {}, 0)
+        task = ScoringTask(
+            ("train", 1), Group(1, Prompt(index=0, text="?", truth=truth, source="math"), [answer]), (column,), {}, 0
+        )
         reward.score([task], lambda task, name, values, errors=(): told.put((values, errors)))
         values, errors = told.get(timeout=30)
     finally:

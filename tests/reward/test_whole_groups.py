@@ -15,9 +15,13 @@ from penstock.services.reward.service import Reward
 from penstock.services.runtime.scorer import ScoringTask
 
 HERE = "tests.reward.functions"
+PLAIN = Prompt(index=0, text="say", truth="a")
+CHAT = Prompt(
+    index=0, messages=[{"role": "user", "content": "say"}], truth={"prompt": "say", "answer": "a", "level": 1}
+)
 
 
-def group(answers: list[str], pictures: Sequence[tuple[bytes, ...]]) -> Group:
+def group(answers: list[str], pictures: Sequence[tuple[bytes, ...]], prompt: Prompt = PLAIN) -> Group:
     said = [
         Trajectory(
             np.array([5, 6], np.int32), np.array([0, 1], np.uint8), np.zeros(2, np.float32),
@@ -25,19 +29,21 @@ def group(answers: list[str], pictures: Sequence[tuple[bytes, ...]]) -> Group:
         )
         for text, shown in zip(answers, pictures or [()] * len(answers), strict=True)
     ]  # fmt: skip
-    return Group(1, Prompt(index=0, text="say", truth="a"), said)
+    return Group(1, prompt, said)
 
 
 def scored(
-    function: str, answers: list[str], pictures: Sequence[tuple[bytes, ...]] = ()
+    function: str, answers: list[str], pictures: Sequence[tuple[bytes, ...]] = (), prompt: Prompt = PLAIN, **more: Any
 ) -> tuple[np.ndarray, list[str]]:
-    config = RewardConfig.model_validate({"functions": [{"function": f"{HERE}:{function}", "whole_group": True}]})
+    config = RewardConfig.model_validate(
+        {"functions": [{"function": f"{HERE}:{function}", "whole_group": True, **more}]}
+    )
     reward = Reward(config, workers=2, group_size=len(answers))
     (column,) = (each.column for each in config.functions)
     told: queue.Queue[Any] = queue.Queue()
     try:
         reward.score(
-            [ScoringTask(("train", 1), group(answers, pictures), (column,), {}, 0)],
+            [ScoringTask(("train", 1), group(answers, pictures, prompt), (column,), {}, 0)],
             lambda task, name, values, errors=(): told.put((values, errors)),
         )
         return told.get(timeout=30)
@@ -77,3 +83,13 @@ def test_what_is_wrong_with_one_number_costs_one_answer(function: str, why: str)
     values, errors = scored(function, ["a", "b", "c"])
     assert values[[0, 2]].tolist() == [1.0, 1.0] and np.isnan(values[1])
     assert len(errors) == 1 and why in errors[0]
+
+
+def test_one_that_is_written_for_trl_is_called_as_there() -> None:
+    values, errors = scored("of_trl", ["a", "", "b"], prompt=CHAT)
+    assert values[[0, 2]].tolist() == [1.0, 0.0] and np.isnan(values[1])
+    assert len(errors) == 1 and "its sources, with prompts.train.source_key" in errors[0]
+    values, errors = scored("of_trl_plain", ["a", "b"], options={"bonus": 0.5})
+    assert values.tolist() == [1.5, 0.5] and not errors
+    _, errors = scored("of_trl", ["a"])
+    assert "it asks for answer, and the truth of its row has no columns; prompts.train.truth_key=null" in errors[0]
