@@ -290,6 +290,13 @@ class Config(Section):
         """Every column that a group of this run has."""
         return registry.columns(self)
 
+    @property
+    def unjudged(self) -> bool:
+        """Training reads rewards, and only an environment or an agent may give one."""
+        judges = [f for f in self.reward.functions if any(f.terms.values()) and f.function != ENVIRONMENT]
+        reads = self.trainer.algorithm.advantage.type not in ("none", "distillation", "custom")
+        return reads and not (judges or self.reward.columns)
+
     @model_validator(mode="before")
     @classmethod
     def _judged_by_its_environment(cls, data: Any) -> Any:
@@ -369,10 +376,8 @@ class Config(Section):
 
 def _check_judged(config: Config) -> None:
     """Raises `ValueError` where tools are called, and nobody says what the answer was worth."""
-    judges = [f for f in config.reward.functions if any(f.terms.values()) and f.function != ENVIRONMENT]
-    reads = config.trainer.algorithm.advantage.type not in ("none", "distillation", "custom")
-    tools = any(environment.tools for environment in config.rollout.all_environments.values())
-    if tools and reads and not (judges or config.reward.columns):
+    every = config.rollout.all_environments.values()
+    if any(environment.tools and not environment.settles for environment in every) and config.unjudged:
         raise ValueError(
             "reward.functions: the environment `tools` gives no reward, and nobody else is named to judge the answer; "
             "give a function, e.g. reward.functions=[{function: exact_match}]"

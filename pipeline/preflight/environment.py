@@ -60,6 +60,8 @@ def _play(
         "reset": lambda heard: pool.reset(0, row, heard),
         f"step({truth[:60]!r})": lambda heard: pool.step(0, truth, heard),
     }
+    if environment.settles:
+        calls["get_reward"] = lambda heard: pool.finish(0, heard)
     for name, call in calls.items():
         said: queue.Queue[tuple[dict[str, Any] | None, str]] = queue.Queue()
         call(lambda found, error, said=said: said.put((found, error)))  # type: ignore[misc]
@@ -87,12 +89,24 @@ def _play(
         if found.get("tools"):
             names = ", ".join(str(tool.get("function", {}).get("name")) for tool in found["tools"])
             report.lines.append(f"{key}: {environment.environment}: the policy may call {names}")
-        if "reward" in found:
+        if name == "get_reward":
+            _check_rewarded(config, environment, key, found["reward"])
+        elif "reward" in found:
             then = "ended the task" if found["done"] else "went on"
             report.lines.append(
                 f"{key}: {environment.environment}: {name}, on row {row.index}, gave a reward of {found['reward']:g} "
                 f"and {then}"
             )
+
+
+def _check_rewarded(config: Config, environment: EnvironmentConfig, key: str, reward: float | None) -> None:
+    """Raises `SetupError` where the objects of a class give none, and nobody else judges the answers."""
+    if reward is None and environment.tools and config.unjudged:
+        raise SetupError(
+            f"{key}.options.class: {environment.tools.class_} has no get_reward(), so that it gives no reward, and "
+            "nobody else is named to judge the answer; write one, or give a function, e.g. "
+            "reward.functions=[{function: exact_match}]"
+        )
 
 
 def _encode(

@@ -68,6 +68,11 @@ class EnvironmentConfig(Section):
         """The options of ``tools``; None of other environments."""
         return read_options(self.options) if self.environment == TOOLS else None
 
+    @property
+    def settles(self) -> bool:
+        """What ends before its object says so is asked for its reward."""
+        return bool(self.tools and self.tools.class_)
+
     def program(self, key: str = KEY) -> Program:
         """For a worker; ``key`` is where it stands in the config."""
         handler = TOOLS_HANDLER if self.environment == TOOLS else HANDLER

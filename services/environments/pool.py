@@ -60,6 +60,10 @@ class EnvironmentPool:
         """Tells it what the policy said, and how that ended; ``thinking``: the template had begun a thought."""
         self._ask("step", session, {"answer": answer, "finish_reason": finish, "thinking": thinking}, answered)
 
+    def finish(self, session: int, answered: Answered) -> None:
+        """Asks for its reward, since it ends before it says so; then `end` it."""
+        self._ask("finish", session, None, answered)
+
     def end(self, session: int) -> None:
         """Forgets it."""
         if past := self._open.pop(session, None):

@@ -19,7 +19,8 @@ LOST = "lost"
 
 
 class Sessions:
-    """A `user_processes.child.Handler`: calls begin (``reset``), go on (``step``) and end (``close``) a session."""
+    """A `user_processes.child.Handler`: calls begin (``reset``), go on (``step``) and end (``close``) a session. One
+    that ends before its object says so is asked for its reward (``finish``), where `EnvironmentConfig.settles`."""
 
     asks = ["op", "session", "given"]
 
@@ -47,7 +48,7 @@ class Sessions:
         """See `Handler.answer`."""
         op, found, made = value
         try:
-            said = found if op == LOST else _begun(found, made) if op == "reset" else _went_on(found)
+            said = found if op == LOST else SAID[op](found, made)
             check(said)
         except (ValueError, WireError) as error:
             return {"error": str(error)}
@@ -67,6 +68,8 @@ class Sessions:
             return LOST, {LOST: True}, None
         if op == "step":
             return op, made.step(given["answer"], **{name: given[name] for name in self._tells}), made
+        if op == "finish":
+            return op, made.finish(), made
         del self._open[session]
         return op, getattr(made, "close", lambda: None)(), made
 
@@ -95,19 +98,14 @@ def _begun(found: Any, made: Any) -> dict[str, Any]:
     return {"prompt": _marked("reset", found, pictures), "tools": tools, "pictures": list(pictures)}
 
 
-def _went_on(found: Any) -> dict[str, Any]:
+def _went_on(found: Any, made: Any) -> dict[str, Any]:
     """What step returned: a `Turn`, text that the policy reads next, or None, which ends the task."""
     turn = found if isinstance(found, Turn) else Turn(found) if isinstance(found, str) else None
     if found is None:
         turn = Turn(done=True)
     if turn is None:
         raise ValueError(f"step returned {type(found).__name__}; it must return a penstock.Turn, text, or None")
-    try:
-        reward = float(turn.reward)
-    except (TypeError, ValueError):
-        raise ValueError(f"step gave the reward {turn.reward!r}, which is no number") from None
-    if not math.isfinite(reward) or abs(reward) > FLOAT32_MAX:
-        raise ValueError(f"step gave the reward {reward}")
+    reward = _number(turn.reward)
     observation = turn.observation
     if observation is not None and not isinstance(observation, str):
         _check_messages("step", observation)
@@ -118,6 +116,25 @@ def _went_on(found: Any) -> dict[str, Any]:
         raise ValueError("step gave no observation, though the task is not done")
     said = {"observation": shown, "reward": reward, "done": bool(turn.done), "pictures": list(pictures)}
     return said | {"metrics": _measured(turn.metrics)}
+
+
+def _finished(found: Any, made: Any) -> dict[str, Any]:
+    """What the object gives at the end: None where it gives no reward."""
+    return {"reward": None if found is None else _number(found)}
+
+
+SAID = {"reset": _begun, "step": _went_on, "finish": _finished, "close": lambda found, made: {}}
+"""By the kind of call what is answered."""
+
+
+def _number(reward: Any) -> float:
+    try:
+        found = float(reward)
+    except (TypeError, ValueError):
+        raise ValueError(f"step gave the reward {reward!r}, which is no number") from None
+    if not math.isfinite(found) or abs(found) > FLOAT32_MAX:
+        raise ValueError(f"step gave the reward {found}")
+    return found
 
 
 def _measured(metrics: Any) -> dict[str, float]:
@@ -143,7 +160,7 @@ def _check_messages(method: str, found: Any) -> None:
     right = isinstance(found, Sequence) and all(
         isinstance(part, dict)
         and {"role", "content"} <= part.keys()
-        and all(isinstance(word, str) for word in part.values())
+        and all(isinstance(word, str) or name == "tool_calls" for name, word in part.items())
         for part in found
     )
     if not right or not found:

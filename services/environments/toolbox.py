@@ -8,13 +8,14 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast, get_type_hints
+from typing import Any, cast
 
 from pydantic import TypeAdapter, validate_call
 from pydantic.errors import PydanticUserError
 
 from penstock.protocols.experience import Prompt
 from penstock.services.environments.mcp_server import McpServer, check_sdk, in_background
+from penstock.services.environments.tool_class import Method, check_class, methods_of, prompted, waits
 from penstock.services.environments.tools_config import READY, ToolsConfig, nearest, read_options
 from penstock.services.runtime import allowance
 from penstock.services.runtime.plugins import load_plugin
@@ -40,17 +41,27 @@ class Toolbox:
     """As chat templates want them."""
     arguments: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     """The JSON schema of each one's arguments, by its name."""
-    tools: dict[str, Callable[..., Any] | Remote] = field(default_factory=dict)
+    tools: dict[str, Callable[..., Any] | Remote | Method] = field(default_factory=dict)
     """By the names that the policy knows."""
     prompted: dict[str, list[str]] = field(default_factory=dict)
     """By name, which arguments are not the policy's: they are the task's prompt."""
     servers: list[McpServer] = field(default_factory=list)
     starts: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(allowance.cores()))
     """Servers of trajectories that may start at once: each takes a core for a second or so."""
+    made: type | None = None
+    """Of which each trajectory has an object."""
     _written: dict[str, str] = field(default_factory=dict)
     """Where the config has each."""
 
-    def add(self, about: dict[str, Any], tool: Callable[..., Any] | Remote, written: str) -> None:
+    @property
+    def plain(self) -> bool:
+        """There is a class, and nothing of it, and no other tool, waits for anything: its objects live as those of any
+        plain class."""
+        others = [tool for tool in self.tools.values() if not isinstance(tool, Method)]
+        waiting = any(isinstance(tool, Remote) or inspect.iscoroutinefunction(tool) for tool in others)
+        return self.made is not None and not waiting and not waits(self.made)
+
+    def add(self, about: dict[str, Any], tool: Callable[..., Any] | Remote | Method, written: str) -> None:
         """``about``: name, description and parameters, a JSON schema. Raises `ValueError` for a name that is taken."""
         name = about["name"]
         if name in self._written:
@@ -73,9 +84,11 @@ def toolbox(options: str) -> Toolbox:
     box = Toolbox(read_options(json.loads(options)))
     for name in box.config.functions:
         function = _ready(name, box.config) if name in READY else load_plugin(name, "functions")
-        about, prompted = _about(function), _prompted(function)
-        box.add(_without(about, prompted), validate_call(function), name)
-        box.prompted[about["name"]] = prompted
+        about, hidden = _about(function), prompted(function)
+        box.add(_without(about, hidden), validate_call(function), name)
+        box.prompted[about["name"]] = hidden
+    if box.config.class_:
+        _add_methods(box, box.config.class_)
     if not box.config.mcp:
         return box
     if lacks := box.config.lacking():
@@ -85,6 +98,17 @@ def toolbox(options: str) -> Toolbox:
     for index, (server, found) in enumerate(zip(box.servers, _begin_all(box.servers), strict=True)):
         _add_tools(box, index, server, found)
     return box
+
+
+def _add_methods(box: Toolbox, name: str) -> None:
+    """Those of the class of this ``name``."""
+    made = box.made = load_plugin(name, "class")
+    check_class(made, name, box.config.class_options)
+    for method, function in methods_of(made).items():
+        about, hidden = _about(function) | {"name": method}, prompted(function)
+        itself = next(iter(inspect.signature(function).parameters))
+        box.add(_without(about, [itself, *hidden]), Method(validate_call(function)), f"{name}.{method}")
+        box.prompted[method] = hidden
 
 
 def _begin_all(servers: list[McpServer]) -> list[list[Any]]:
@@ -125,15 +149,6 @@ def _ready(name: str, config: ToolsConfig) -> Callable[..., Any]:
         return load_plugin(READY[name], "functions")(config.options_of(name), config.longest)
     except SandboxError as error:
         raise ValueError(f"{name}: {error}") from error
-
-
-def _prompted(function: Callable[..., Any]) -> list[str]:
-    """The parameters that are annotated as a prompt."""
-    try:
-        hints = get_type_hints(function)
-    except (TypeError, NameError):  # no function, or what it names is not there
-        return []
-    return [name for name, hint in hints.items() if name != "return" and hint is Prompt]
 
 
 def _without(about: dict[str, Any], hidden: Sequence[str]) -> dict[str, Any]:

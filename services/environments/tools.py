@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
-import os
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,14 +14,11 @@ from penstock.protocols.experience import Prompt
 from penstock.protocols.turn import Turn
 from penstock.services.environments.mcp_server import McpServer, ToolUnavailable, in_background
 from penstock.services.environments.sessions import Sessions
+from penstock.services.environments.threads import at_once, called
 from penstock.services.environments.tool_calls import calls_in
+from penstock.services.environments.tool_class import Method, ToolObject
 from penstock.services.environments.toolbox import Remote, toolbox
 from penstock.services.environments.tools_config import READY
-from penstock.services.user_processes.child import BLOCKED
-
-MOST_LEFT = 64
-"""Threads of tools that hang, in one process."""
-_LEFT: set[threading.Thread] = set()
 
 
 class ToolSessions(Sessions):
@@ -33,15 +27,22 @@ class ToolSessions(Sessions):
     def __init__(self, program: dict[str, Any]) -> None:
         super().__init__(program)
         try:
-            Tools(**program["options"])
+            self.is_async = not Tools(**program["options"]).plain
         except (ValueError, ConnectionError) as error:
             kind = ConnectionError if isinstance(error, ConnectionError) else ValueError
             raise kind(f"{program['key']}.options: {error}") from error
 
+    def start(self, arguments: dict[str, Any]) -> Any:
+        """See `Handler.start`."""
+        if self.is_async:
+            return super().start(arguments)
+        return at_once(self._run(arguments["op"], arguments["session"], arguments["given"]))
+
 
 class Tools:
     """Turns with calls are answered by their results, each a message of the role ``tool``; the first turn without one
-    is the answer, and ends the task. It gives no reward: reward functions judge the last turn (``turns[-1]``).
+    is the answer, and ends the task. Reward functions judge the last turn (``turns[-1]``); of the environment there is
+    only the reward that an object of ``class`` gives.
 
     ``functions``: plain or async functions of yours, ``module:function``, or ready tools by name. Their type hints and
     docstrings are what the policy is told, by the tokenizer's chat template; a parameter that is a `penstock.Prompt` is
@@ -53,28 +54,43 @@ class Tools:
         self.tools = self._box.schemas
         self._own: dict[int, McpServer] = {}
         """Servers of this trajectory alone, by their place in the config."""
+        self.plain = self._box.plain
+        """It waits for nothing."""
+        made, given = self._box.made, self._box.config.class_options
+        self._object = ToolObject(made, given, self.plain) if made else None
         self._task: Prompt | None = None
         self._one_program = asyncio.Lock()
         """A trajectory has one program at a time, or its turn could take all cores from the others."""
 
-    def reset(self, prompt: Prompt) -> None:
-        """What the functions may ask for."""
+    async def reset(self, prompt: Prompt) -> Any:
+        """What the functions may ask for. Returns what the task begins with, where an object says so."""
         self._task = prompt
+        return await self._object.reset(prompt) if self._object else None
 
     async def step(self, answer: str, thinking: bool = False) -> Turn:
         """See docs/environments.md."""
         calls = calls_in(answer, self._box.config.tool_calls, self._box.arguments, thinking)
         if not calls:
-            return Turn(done=True)
+            return Turn(reward=await self.finish() or 0.0, done=True)
         most, longest = self._box.config.calls, self._box.config.longest
-        results = await asyncio.gather(*map(self._run, calls[:most]))
+        if self.plain:
+            results = [await self._run(call) for call in calls[:most]]
+        else:
+            results = await asyncio.gather(*map(self._run, calls[:most]))
         results += [f"error: at most {most} calls in a turn"] * (len(calls) - most)
         read = (result[:longest].encode("utf-8", "replace").decode() for result in results)  # half of a pair, say
         return Turn([{"role": "tool", "content": result} for result in read])
 
+    async def finish(self) -> float | None:
+        """The trajectory's reward, at its end; None where nobody gives one."""
+        return await self._object.reward() if self._object else None
+
     async def close(self) -> None:
         """Ends what was this trajectory's alone."""
-        await asyncio.gather(*(asyncio.wrap_future(in_background(server.close())) for server in self._own.values()))
+        if self._object:
+            await self._object.close()
+        if self._own:
+            await asyncio.gather(*(asyncio.wrap_future(in_background(server.close())) for server in self._own.values()))
 
     async def _run(self, text: str) -> str:
         """What the policy reads of one call; where it was wrong, what was. Raises `ToolUnavailable`."""
@@ -94,11 +110,12 @@ class Tools:
             return await asyncio.wrap_future(in_background(self._server(tool).call(tool.name, arguments)))
         arguments = {**arguments, **dict.fromkeys(self._box.prompted.get(name, ()), self._task)}
         try:
-            if inspect.iscoroutinefunction(tool):
-                async with self._one_program if name in READY else nullcontext():
-                    result = await tool(**arguments)
+            if isinstance(tool, Method):
+                assert self._object
+                result = await self._object.call(tool, arguments)
             else:
-                result = await _in_thread(tool, arguments)
+                async with self._one_program if name in READY else nullcontext():
+                    result = await called(tool, arguments, self.plain)
             return result if isinstance(result, str) else json.dumps(result, default=str)
         except ToolUnavailable:
             raise
@@ -125,39 +142,6 @@ def _unsendable(arguments: dict[str, Any]) -> str:
     except RecursionError:
         return "arguments are nested too deeply"
     return ""
-
-
-async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """The result of a plain function, which has a thread of its own: one that hangs is in nobody's way. Where too many
-    have been left behind, this process ends, and a new one begins without them."""
-    loop = asyncio.get_running_loop()
-    future = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        try:
-            result, error = function(**arguments), None
-        except BaseException as raised:
-            result, error = None, raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
-        _LEFT.discard(thread)
-        loop.call_soon_threadsafe(settle, result, error)
-
-    thread = threading.Thread(target=run, name="tool", daemon=True)
-    thread.start()
-    try:
-        return await future
-    except asyncio.CancelledError:  # it took too long
-        _LEFT.add(thread)
-        if sum(each.is_alive() for each in _LEFT) > MOST_LEFT:
-            os._exit(BLOCKED)
-        raise
 
 
 def _wrong(part: Any) -> str:

@@ -153,6 +153,11 @@ class ToolsConfig(Section):
 
     functions: list[str] = []
     """Functions of yours, ``module:function``, and ready tools by name, e.g. ``["my_tools:search", python]``."""
+    class_: str | None = Field(None, alias="class")
+    """A class of yours, ``module:Class``, whose methods the policy may call, e.g. ``my_env:Counter``: an object for
+    each trajectory."""
+    class_options: dict[str, Any] = {}
+    """What an object is made with, e.g. ``{limit: 3}``."""
     mcp: list[McpServerConfig] = []
     """Servers whose tools the policy may call, e.g. ``[{command: "uvx mcp-server-fetch"}]``."""
     python: PythonConfig = PythonConfig()
@@ -174,10 +179,19 @@ class ToolsConfig(Section):
                 raise ValueError(f"{name!r} is neither module:function nor one of {', '.join(sorted(READY))}")
         return value
 
+    @field_validator("class_")
+    @classmethod
+    def _a_class(cls, value: str | None) -> str | None:
+        if value is not None and value.count(":") != 1:
+            raise ValueError(f"{value!r} is not module:Class, e.g. my_env:Counter")
+        return value
+
     @model_validator(mode="after")
     def _something(self) -> ToolsConfig:
-        if not self.functions and not self.mcp:
-            raise ValueError("no tools are given; set functions or mcp, e.g. functions: [python]")
+        if not self.functions and not self.mcp and not self.class_:
+            raise ValueError("no tools are given; set functions, class or mcp, e.g. functions: [python]")
+        if self.class_options and not self.class_:
+            raise ValueError("class_options: there is no class; set class, or take them out")
         if "python" in self.model_fields_set and "python" not in self.functions:
             raise ValueError("python: these are limits of a tool that is not given; add python to functions")
         return self
@@ -239,7 +253,7 @@ def _explained(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         sections: dict[Any, type[Section]] = {"mcp": McpServerConfig, "python": PythonConfig}
         known = sections.get(next(iter(above), None), ToolsConfig).model_fields
-        message = f"unknown key; {nearest(str(last), list(known))}"
+        message = f"unknown key; {nearest(str(last), [name.rstrip('_') for name in known])}"
     elif error["type"] == "list_type" and last == "env":
         message = (
             "it is no list; give the names alone, e.g. [GITHUB_TOKEN]; their values are in the environment of penstock"

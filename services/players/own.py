@@ -60,6 +60,7 @@ class OwnPlayer:
         for turn in range(1, self._config.max_turns + 1):
             reply = await said_to(session, messages, tools)
             if reply is None:
+                await self._settle(number, rewards)
                 return Played(0.0, _measured(turn - 1, metrics), rewards, truncated=True)
             said = as_said(reply), reply.finish
             found = await _asked(lambda answered, said=said: self._pool.step(number, said[0], answered, said[1]))  # type: ignore[misc]
@@ -68,7 +69,15 @@ class OwnPlayer:
                 break
             seen = of_calls(_messages(found["observation"]), reply)
             messages = [*messages, reply.message, *in_parts(seen, found["pictures"])]
+        if not found["done"]:
+            await self._settle(number, rewards)
         return Played(0.0, _measured(turn, metrics), rewards, truncated=not found["done"])
+
+    async def _settle(self, number: int, rewards: dict[int | str, float]) -> None:
+        """Its task has not ended: its object may give a reward all the same, which is the last turn's."""
+        if rewards and self._config.settles:
+            given = (await _asked(lambda answered: self._pool.finish(number, answered)))["reward"]
+            rewards[next(reversed(rewards))] += given or 0.0
 
     async def close(self) -> None:
         """See `Player.close`."""

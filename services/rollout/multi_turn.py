@@ -115,7 +115,7 @@ class MultiTurn:
         numbers: Iterator[int] | None = None,
     ) -> None:
         self._engine, self._text, self._config, self._max_length, self._post = engine, text, config, max_length, post
-        self._pool = EnvironmentPool(config, key)
+        self._pool, self._settles = EnvironmentPool(config, key), config.settles
         self._work: dict[int, _Work] = {}
         self._generating: dict[int, _Session] = {}
         """By the number of the request that the engine has."""
@@ -162,6 +162,9 @@ class MultiTurn:
             return self._end(session, failure=f"{event.op} {why}" if event.error != LOST else why)
         if event.op == "reset":
             return self._prompted(session, event.found)
+        if event.op == "finish":
+            session.rewards[-1] += event.found["reward"] or 0.0
+            return self._end(session)
         return self._stepped(session, event.found)
 
     def gauges(self) -> dict[str, float]:
@@ -208,7 +211,7 @@ class MultiTurn:
         if found["done"]:
             return self._end(session, finish_of=last)
         if len(session.turns) >= self._config.max_turns:
-            return self._end(session)
+            return self._cut(session)
         if reason := self._too_long(found["observation"]):
             return self._refused(session, reason)
         try:
@@ -280,7 +283,14 @@ class MultiTurn:
         if session.parts[-1] is not session.turns[-1]:
             session.parts.pop()  # what nobody answers is not part of it
             session.pictures = session.pictures[: session.answered]
-        return self._end(session)
+        return self._cut(session)
+
+    def _cut(self, session: _Session) -> Made | None:
+        """Ends it, though its task has not: its object may give a reward all the same."""
+        if not self._settles:
+            return self._end(session)
+        self._pool.finish(session.number, self._hear(session, "finish"))
+        return None
 
     def _end(self, session: _Session, finish_of: Completion | None = None, failure: str = "") -> Made | None:
         work, handle = session.work, handle_of(session.work.lease)

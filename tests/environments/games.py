@@ -200,6 +200,64 @@ class Long:
         return penstock.Turn("a" * 1_000_000, reward=0.5)
 
 
+class Silent:
+    """Its methods are tools; of a reward it says nothing."""
+
+    def add(self, step: int) -> int:
+        """Adds to the counter."""
+        self.count = getattr(self, "count", 0) + step
+        return self.count
+
+
+class Adding(Silent):
+    """Has to count to its row's target, and to no number above ``limit``."""
+
+    def __init__(self, limit: int = 9) -> None:
+        self._limit, self.count = limit, 0
+
+    def reset(self, target: int, task: penstock.Prompt, **row: object) -> str:
+        assert row == {"prompt": "count"} and task.truth == {"prompt": "count", "target": target}
+        self._target = target
+        return f" to {target}"
+
+    def add(self, step: int) -> int:
+        """Adds to the counter."""
+        if step < 0:
+            os._exit(3)
+        before = self.count
+        time.sleep(0.02)  # another call may not come in between
+        if before + step > self._limit:
+            raise ValueError("too much")
+        self.count = before + step
+        return self.count
+
+    def double(self, task: penstock.Prompt) -> str:
+        """Doubles the counter."""
+        asyncio.run(asyncio.sleep(0))  # there is no other loop in the way
+        self.count *= 2
+        return f"{self.count} of {task.truth['target']}"
+
+    def get_reward(self) -> float:
+        return 1.0 if self.count == self._target else self.count / 100
+
+    def _hidden(self) -> None: ...
+
+
+class AsyncAdding(Adding):
+    async def double(self, task: penstock.Prompt) -> str:  # type: ignore[override]
+        """Doubles the counter."""
+        self.count *= 2
+        return f"{self.count} of {task.truth['target']}"
+
+
+class Empty:
+    def reset(self) -> None: ...
+
+
+class Unexplained:
+    def go(self) -> None: ...
+
+
 def pairs(text: str) -> dict[tuple[str, str], int]:
     """Counts pairs of letters."""
     return dict.fromkeys(itertools.pairwise(text), 1)

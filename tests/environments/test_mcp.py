@@ -258,6 +258,7 @@ def test_the_docs_have_every_option_with_its_default() -> None:
     told = dict(re.findall(r"^\| `(\w+)` \| ([^|]*?) ?\| ", page, re.MULTILINE))
     for section in (ToolsConfig, McpServerConfig, PythonConfig):
         for name, field in section.model_fields.items():
+            name = field.alias or name
             assert name in told, name
             if isinstance(field.default, bool | int | float):
                 assert told[name] == str(field.default).lower().removesuffix(".0"), name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ class Player:
     """Calls, one after the other or at once."""
 
     def __init__(self, environment: str, **more: Any) -> None:
-        self.pool = EnvironmentPool(EnvironmentConfig(environment=f"{HERE}:{environment}", **more))
+        told = {"environment": environment if environment == "tools" else f"{HERE}:{environment}"} | more
+        self.pool = EnvironmentPool(EnvironmentConfig.model_validate(told))
 
     def begin(self, *sessions: int) -> None:
         assert all(self.ask([("reset", session, PROMPT) for session in sessions]))
@@ -36,7 +38,10 @@ class Player:
         said: queue.Queue[tuple[int, Any]] = queue.Queue()
         for index, (op, session, given) in enumerate(calls):
             heard = lambda found, error, index=index: said.put((index, error if found is None else found))  # noqa: E731
-            (self.pool.reset if op == "reset" else self.pool.step)(session, given, heard)
+            if op == "finish":
+                self.pool.finish(session, heard)
+            else:
+                (self.pool.reset if op == "reset" else self.pool.step)(session, given, heard)
         return [found for _, found in sorted((said.get(timeout=30) for _ in calls), key=lambda pair: pair[0])]
 
     def __enter__(self) -> Player:
@@ -285,3 +290,51 @@ def test_a_call_that_is_wrong_is_told_what_was() -> None:
 def test_two_tools_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match=r"games:add and tests\.environments\.games:add are both called 'add'"):
         Tools([f"{HERE}:add", f"{HERE}:add"])
+
+
+def add(*steps: int) -> str:
+    calls = [f'<tool_call>{{"name": "add", "arguments": {{"step": {step}}}}}</tool_call>' for step in steps]
+    return "".join(calls)
+
+
+DOUBLE = '<tool_call>{"name": "double"}</tool_call>'
+
+
+@pytest.mark.parametrize("name", ["Adding", "AsyncAdding"])
+def test_methods_are_tools_of_an_object_of_each_trajectory(name: str) -> None:
+    row = {"prompt": "count", "target": 6}
+    count = Prompt(index=0, messages=[{"role": "user", "content": "count"}], truth=row)
+    with Player("tools", options={"class": f"{HERE}:{name}", "class_options": {"limit": 8}}) as player:
+        begun = player.ask([("reset", n, count) for n in (1, 2, 3)])
+        assert begun[0]["prompt"] == [{"role": "user", "content": "count to 6"}]
+        told = [tool["function"] for tool in begun[0]["tools"]]
+        assert [(each["name"], each["description"]) for each in told] == [
+            ("add", "Adds to the counter."), ("double", "Doubles the counter.")
+        ]  # fmt: skip
+        assert [list(each["parameters"]["properties"]) for each in told] == [["step"], []]
+        found = player.ask([("step", 1, add(1, 2) + DOUBLE), ("step", 2, add(9, 1)), ("step", 3, "no")])
+        assert [m["content"] for m in found[0]["observation"]] == ["1", "3", "6 of 6"], "one call after the other"
+        assert [m["content"] for m in found[1]["observation"]] == ["error: add raised ValueError: too much", "1"]
+        assert found[2]["done"] and found[2]["reward"] == 0.0 and not found[1]["done"]
+        assert player.ask([("finish", 1, None), ("finish", 2, None)]) == [{"reward": 1.0}, {"reward": 0.01}]
+        (wrong,) = player.ask([("reset", 4, Prompt(index=0, messages=count.messages, truth="6"))])
+        assert "reset asks for target, and the truth of its row has no columns; prompts.train.truth_key" in wrong
+        if name == "Adding":
+            died, lives, _ = player.ask([("step", 2, add(-1)), ("step", 1, add(1)), ("step", 3, add(1))])
+            assert died == "crashed with exit code 3" and player.pool.restarts == 1
+            assert lives["observation"][0]["content"] == "7", "a new object was told the same"
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"class": f"{HERE}:Unexplained"}, "games:Unexplained.go has no docstring"),
+        ({"class": f"{HERE}:add"}, "is a function; it must be a class"),
+        ({"class": f"{HERE}:Adding", "class_options": {"top": 1}}, "cannot be made with class_options={'top': 1}"),
+        ({"class": f"{HERE}:Adding", "functions": [f"{HERE}:add"]}, "are both called 'add'"),
+        ({"class": f"{HERE}:Empty"}, "has no method that could be a tool"),
+    ],
+)
+def test_a_class_that_has_no_tools_is_refused(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        Tools(**options)

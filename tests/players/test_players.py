@@ -117,6 +117,27 @@ def test_a_class_of_ones_own_plays_and_what_raises_costs_its_session(
     assert all("no idea" in t.failure for t in failed), "given out gateway.attempts times, then without a reward"
 
 
+def test_methods_that_are_tools_give_a_reward_where_no_turn_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"step": 3}'}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    nothing, turns = np.zeros(0, np.int32), iter((1, 2))
+
+    async def chat(messages: Any, tools: Any) -> Reply:
+        return Reply(next(turns), message, "stop", nothing, nothing, nothing, 0.0)
+
+    task = Prompt(index=0, text="count", truth={"prompt": "count", "target": 6})
+    session: Any = SimpleNamespace(task=task, chat=chat)
+    player = make_player("tools", {"max_turns": 2, "options": {"class": "tests.environments.games:Adding"}}, "none")
+
+    async def play() -> Played:
+        try:
+            return await player.play(session)
+        finally:
+            await player.close()
+
+    assert asyncio.run(play()) == Played(0.0, {"turns": 2.0}, {1: 0.0, 2: 1.0}, truncated=True)
+
+
 def test_an_object_is_closed_also_where_it_could_not_begin(house: House, tmp_path: Path) -> None:
     told = tmp_path / "told"
     score = played(house, "tests.players.envs:Closing", {"options": {"told": str(told)}}, groups=2)

@@ -74,6 +74,11 @@ class Stepless:
     pass
 
 
+class Mute:
+    def go(self):
+        pass
+
+
 class Shows:
     def reset(self, prompt):
         return penstock.Turn("what?", pictures=[b"P6 1 1 255 rgb"])
@@ -331,6 +336,8 @@ MISTAKES = [
       overrides=[TOOLS.format("mcp: [{url: 'http://a', headers: {Authorization: 'Bearer sk-1'}}]")]),
     m("a ready tool that is not there", "options: functions: 'pythn' is neither module:function nor one of python",
       overrides=[TOOLS.format("functions: [pythn]")]),
+    m("a method without words", "environment.options: class: mine:Mute.go has no docstring", "call it _go where it is",
+      overrides=[TOOLS.format("class: mine:Mute")]),
     m("a program that outlasts its step", "environment: options.python.seconds=60 is not below timeout_s=30",
       overrides=[TOOLS.format("functions: [python], python: {seconds: 60}")]),
     m("a band without room", "lower=3 exceeds upper=2: every token would be left out", overrides=[

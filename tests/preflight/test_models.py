@@ -206,6 +206,22 @@ def test_an_environments_first_words_have_room_and_tell_of_its_tools(policy: Pat
     assert not begun(path, MISTRAL)[0], "a result has the id of its call"
 
 
+def test_a_class_of_tools_gives_a_reward_or_somebody_else_is_named(policy: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(policy, tmp_path / "chats")
+    begun(path, TOLD)
+    row = Prompt(index=0, messages=ASKED, truth={"prompt": "count", "target": 0})
+    for name, problems in (("Adding", 0), ("Silent", 1)):
+        told = {"environment": "tools", "options": {"class": f"tests.environments.games:{name}"}}
+        config = Config.model_validate({
+            "model": {"type": "pretrained", "path": str(path)}, "prompts": {"train": {"type": "sort"}},
+            "rollout": {"environment": told},
+        })  # fmt: skip
+        report = Report(row=row)
+        environment.look(config, report)
+        assert len(report.problems) == problems
+    assert "options.class: tests.environments.games:Silent has no get_reward(), so that" in report.problems[0]
+
+
 @pytest.mark.parametrize("template", [PLAIN, TOLD])
 def test_tools_and_calls_of_rows_that_the_template_leaves_out_are_told(
     policy: Path, tmp_path: Path, template: str

@@ -386,3 +386,25 @@ def test_tools_of_a_server_and_python_are_told_of_called_and_read(tmp_path: Path
     (told,) = group(found).trajectories
     assert not told.failure
     assert told.turns == (python + '<tool_call>{"name": "look"}</tool_call>', maybe)
+
+
+@pytest.mark.parametrize(("turns", "room"), [(2, 400), (9, 160)])
+def test_an_objects_reward_is_the_last_turns_also_where_no_turn_or_room_is_left(
+    tmp_path: Path, model: Any, turns: int, room: int
+) -> None:
+    make_tokenizer({*map(chr, range(32, 127)), "\n"}).save_pretrained(tmp_path)
+    options = {"class": "tests.environments.games:Adding"}
+    table = Table(tmp_path, model, room, environment="tools", options=options, max_turns=turns)
+    table.text._tokenizer.chat_template = CHAT
+    call = '<tool_call>{"name": "add", "arguments": {"step": 3}}</tool_call>'
+    table.engine = table.maker._engine = Scripted(table.text, *[call] * 9)  # type: ignore[assignment]
+    row = {"prompt": "count", "target": 6}
+    task = Prompt(index=0, messages=[{"role": "user", "content": "count"}], truth=row)
+    try:
+        (found,) = table.play(lease(n=1, new=70).model_copy(update={"prompt": task}))
+    finally:
+        table.maker.close()
+    (told,) = group(found).trajectories
+    assert told.turns == (call, call) and told.finish == "length" and not told.failure
+    (place,) = np.flatnonzero(told.rewards)
+    assert told.rewards[place] == 1.0 and place == np.flatnonzero(told.loss_mask)[-1]
