@@ -43,8 +43,13 @@ class OptimizerConfig(Section):
     """How strongly weights are drawn towards 0, as a multiple of the learning rate, e.g. ``0.01``; 0: not."""
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises from near 0 to `lr`, e.g. ``10``."""
+    warmup_share: float = Field(0.0, ge=0, lt=1)
+    """The same as a share of all steps, in the place of `warmup_steps`, e.g. ``0.05``."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after the warm-up: it stays, or falls to `final_lr_share` of itself by the last step."""
+    decay_share: float | None = Field(None, gt=0, le=1)
+    """With ``linear`` or ``cosine``: the share of all steps, the last ones, over which it falls, e.g. ``0.2``; before
+    them it stays (warm-up, stable, decay: Hu et al. 2024, MiniCPM, arXiv:2404.06395). null: all after the warm-up."""
     final_lr_share: float = Field(0.0, ge=0, le=1)
     """Share of the learning rate that is left at the last step, e.g. ``0.1``."""
     moments: Literal["float32", "8bit"] = "float32"
@@ -62,6 +67,21 @@ class OptimizerConfig(Section):
             raise ValueError(f"{changed[0]} is a key of type=muon alone; set that, or leave {changed[0]} out")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={list(self.betas)}: each is at least 0 and below 1, e.g. [0.9, 0.95]")
+        return self
+
+    @model_validator(mode="after")
+    def _a_schedule(self) -> OptimizerConfig:
+        if self.warmup_steps and self.warmup_share:
+            raise ValueError(
+                "warmup_share: the warm-up's length is given as warmup_steps too; leave one of the two out"
+            )
+        if self.decay_share and self.schedule == "constant":
+            raise ValueError("decay_share: with schedule=constant the rate never falls; set schedule=linear or cosine")
+        if self.decay_share and self.warmup_share + self.decay_share > 1:
+            raise ValueError(
+                f"warmup_share={self.warmup_share:g} and decay_share={self.decay_share:g} are more than all steps "
+                "together; lower one of the two"
+            )
         return self
 
 

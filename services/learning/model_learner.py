@@ -289,10 +289,12 @@ def is_lag_share(name: str) -> bool:
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """The rate of ``step`` (from 0) of ``steps``."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+    warmup = config.warmup_steps or round(config.warmup_share * steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
     if config.schedule == "constant":
         return config.lr
-    progress = min(1.0, (step - config.warmup_steps) / max(1, steps - config.warmup_steps - 1))
+    begin = warmup if config.decay_share is None else max(warmup, steps - round(config.decay_share * steps) - 1)
+    progress = min(1.0, max(0, step - begin) / max(1, steps - begin - 1))
     fall = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.lr * (config.final_lr_share + (1 - config.final_lr_share) * fall)

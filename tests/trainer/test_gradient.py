@@ -11,6 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.protocols.experience import Trajectory
 from penstock.services.learning.batch import TrainingBatch
+from penstock.services.learning.config import OptimizerConfig
 from penstock.services.learning.model_learner import learning_rate
 from penstock.services.trainer.algorithm_config import AlgorithmConfig
 from penstock.services.trainer.config import TrainerConfig
@@ -179,3 +180,21 @@ def test_learning_rate_warms_up_and_falls() -> None:
     rates = [learning_rate(config, step, 10) for step in range(10)]
     assert rates[:3] == [0.5, 1.0, 1.0]
     assert rates[-1] == pytest.approx(0.5) and rates[-2] == pytest.approx(0.5 + 0.5 / 7)
+
+
+def test_warm_up_and_fall_may_be_shares_of_the_steps() -> None:
+    """The last ``decay_share`` of them lie below the rate, and the very last one has what is to be left."""
+    given = {"lr": 1.0, "warmup_share": 0.2, "schedule": "linear", "decay_share": 0.4, "final_lr_share": 0.2}
+    rates = [learning_rate(OptimizerConfig.model_validate(given), step, 10) for step in range(10)]
+    assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+    whole = given | {"warmup_share": 0, "warmup_steps": 2, "decay_share": 1.0}
+    plain = {key: value for key, value in whole.items() if key != "decay_share"}
+    both = [[learning_rate(OptimizerConfig.model_validate(each), n, 10) for n in range(10)] for each in (whole, plain)]
+    assert both[0] == both[1]
+    for wrong, said in (
+        ({"warmup_steps": 1}, "leave one of the two out"),
+        ({"schedule": "constant"}, "set schedule=linear or cosine"),
+        ({"decay_share": 0.9}, "are more than all steps"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            OptimizerConfig.model_validate(given | wrong)
