@@ -226,11 +226,14 @@ def prepare(
     For instance: penstock prepare configs/quickstart.yaml trainer.steps=50 --folder runs/served
     """
     from penstock.pipeline.preflight.look import look
+    from penstock.pipeline.preflight.steps import counted
     from penstock.pipeline.resources.host import to_scale, too_small
-    from penstock.pipeline.run.folder import open_folder
+    from penstock.pipeline.run.folder import began_in, open_folder
     from penstock.services.runtime.install import in_container
 
-    config = load(file, overrides)
+    config, line = counted(load(file, overrides), began_in(folder))
+    if line:
+        typer.echo(line, err=True)
     if not looked:
         report = look(config, folder)
         report.problems += too_small(config, os.environ) + report.packages * in_container()

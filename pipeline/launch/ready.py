@@ -10,6 +10,7 @@ from rich.console import Console
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.preflight.look import look
+from penstock.pipeline.preflight.steps import counted
 from penstock.pipeline.run.folder import is_live, new_folder, open_folder
 from penstock.pipeline.run.resume import resumed
 from penstock.protocols.keys import is_loopback
@@ -32,7 +33,9 @@ def resolve(
     assert file
     plain = load(file, overrides)
     more = [*overrides, *spread(plain), *on_network(console, plain, network)]
-    config = load(file, more)
+    config, line = counted(load(file, more))
+    if line:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     return config, Origin(str(file.resolve()), tuple(more)), new_folder(config, file).resolve()
 
 

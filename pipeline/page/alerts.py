@@ -63,7 +63,7 @@ def _processes(config: Config, beats: Rows, now: float) -> Iterator[str]:
 
 
 def _stalled(config: Config, steps: Rows, beats: Rows, now: float) -> Iterator[str]:
-    if not beats or len(steps) >= config.trainer.steps or now - beats[-1]["time"] > BROKER_SILENT_S:
+    if not beats or len(steps) >= config.trainer.counted_steps or now - beats[-1]["time"] > BROKER_SILENT_S:
         return
     begun, last = beats[0]["time"], steps[-1]["time"] if steps else 0.0
     usual = _median([row.get("train_step_s", 0.0) + row["wait_s"] for row in steps])

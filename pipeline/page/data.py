@@ -99,7 +99,7 @@ class RunFiles:
             "id": self.identity,
             "name": self.name,
             "config": text,
-            "wanted": config.trainer.steps,
+            "wanted": config.trainer.counted_steps,
             "summary": summary,
             "alerts": look,
             "columns": [name for name in config.columns.by_name if any(name in row for row in steps)],

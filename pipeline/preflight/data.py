@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from penstock.pipeline.config import Config, TinyModel
 from penstock.pipeline.preflight import given, told_tools, unshown
 from penstock.pipeline.preflight.report import Report
+from penstock.pipeline.preflight.steps import steps_made
 from penstock.protocols import wire
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, open_source
@@ -62,19 +63,19 @@ def look(config: Config, report: Report) -> None:
 def _compare_steps(config: Config, report: Report) -> None:
     """Says where prompts end long before the step at which the learning rate would have fallen, or long after the last
     one."""
-    epochs, steps, optimizer = config.prompts.epochs, config.trainer.steps, config.trainer.optimizer
-    drawn = report.sizes.get("prompts.train", 0) * (epochs or 0)
-    given = -(-drawn // config.gate.groups_per_step)
+    epochs, steps, optimizer = config.prompts.epochs, config.trainer.counted_steps, config.trainer.optimizer
+    given = steps_made(config, report.sizes.get("prompts.train", 0))
     if given > steps:
         report.notes.append(
             f"trainer.steps={steps}: the run ends there, and prompts.epochs={epochs} of prompts.train would make "
-            f"{given:,} steps of {config.gate.groups_per_step} groups; set trainer.steps={given} for all of them"
+            f"{given:,} steps of {config.gate.groups_per_step} groups; set trainer.steps={given}, or null, for "
+            "all of them"
         )
     if given and given < FEW * steps and optimizer.schedule != "constant":
         report.notes.append(
             f"trainer.steps={steps}: prompts.epochs={epochs} of prompts.train makes {given:,} steps of "
             f"{config.gate.groups_per_step} groups, and the learning rate falls over trainer.steps "
-            f"(trainer.optimizer.schedule={optimizer.schedule}); set it to {given}"
+            f"(trainer.optimizer.schedule={optimizer.schedule}); set it to {given}, or to null"
         )
 
 

@@ -24,10 +24,10 @@ def look(config: Config, report: Report) -> None:
                 f"{name}.optimizer.moments=8bit: torchao is not installed; run: {install('adam8bit')}, or set it to "
                 "float32"
             )
-    if config.with_critic and config.critic.warmup_steps >= config.trainer.steps:
+    if config.with_critic and config.critic.warmup_steps >= config.trainer.counted_steps:
         report.notes.append(
             f"critic.warmup_steps={config.critic.warmup_steps}: the policy stands still in these steps, and there are "
-            f"trainer.steps={config.trainer.steps}: the critic alone learns"
+            f"trainer.steps={config.trainer.counted_steps}: the critic alone learns"
         )
     path = config.model.path if isinstance(config.model, PretrainedModel) else ""
     if path and config.trainer.freeze and (Path(path) / "config.json").is_file():

@@ -170,7 +170,7 @@ def host_needs(config: Config) -> HostNeeds | None:
     others = [shape_of(config, path) or shape for path in (config.reference.path, config.critic.path)]
     reference, learned = _version(others[0]), others[1]
     critic = state_bytes(config.critic.optimizer, learned.parameters, learned.ends) / GIB * config.with_critic
-    steps = config.trainer.steps
+    steps = config.trainer.steps or 0  # where nobody has counted them: none stay for ever
     checkpoints = config.trainer.checkpoint.kept(steps) * state + config.critic.checkpoint.kept(steps) * critic
     kept = _activations(shape, config.trainer)
     of_critic = _activations(learned, config.critic) * config.with_critic

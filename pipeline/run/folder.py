@@ -52,13 +52,18 @@ def make_folder(folder: Path, key: str) -> None:
         raise ConfigError(f"{key}: cannot write to {folder}: {error.strerror}; choose another folder") from None
 
 
+def began_in(folder: Path) -> Config | None:
+    """The config of the run in ``folder``; None where none has begun there."""
+    recorded = folder / "config.yaml"
+    return load(recorded) if recorded.is_file() else None
+
+
 def open_folder(config: Config, folder: Path, origin: Origin) -> list[str]:
     """Makes ``folder`` ready for actors that are started one by one, for the first time or again; returns what is
     changed since then, a line for each key. Raises `ConfigError` where its run is complete, or began with another model
     or data."""
     make_folder(folder, "--folder")
-    recorded = folder / "config.yaml"
-    began = load(recorded) if recorded.is_file() else None
+    began = began_in(folder)
     if began:
         check_fixed(began, config)
     if began and began != config and is_live(folder):

@@ -11,6 +11,7 @@ from typing import Any
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.config.origin import Origin, read
 from penstock.pipeline.config.passwords import HIDDEN
+from penstock.pipeline.preflight.steps import counted
 from penstock.pipeline.run.summary import check_run, read_summary
 from penstock.services.runtime.lines import read_lines
 from penstock.services.runtime.user_folders import find_files
@@ -46,13 +47,14 @@ def resumed(folder: Path, file: Path | None, overrides: list[str] | None) -> tup
         origin = Origin(str(file.resolve()), origin.overrides)
         config = load(file, list(origin.overrides))
         with suppress(ConfigError):  # a file may need what was given at its first start
-            said = changes(load(file, overrides), config)
+            said = changes(counted(load(file, overrides), began)[0], counted(config, began)[0])
             kept = [f"{change} (given at an earlier start, which holds; {file.name} says otherwise)" for change in said]
     if config.store.url and HIDDEN in config.store.url:
         raise ConfigError(
             f"store.url: {config.store.url}: its password is not kept in the run's folder; give it again, e.g. "
             "store.url=redis://USER:PASSWORD@HOST:6379/0"
         )
+    config, _ = counted(config, began)
     check_fixed(began, config)
     check_left(folder, config)
     return config, origin, [*changes(began, config), *kept]
@@ -69,9 +71,9 @@ def complete(folder: Path, config: Config) -> dict[str, Any] | None:
     if not summary or summary["outcome"] != "complete":
         return None
     began = load(folder / "config.yaml")
-    if summary["steps"] < began.trainer.steps and _ends(began) != _ends(config):
+    if summary["steps"] < began.trainer.counted_steps and _ends(began) != _ends(config):
         return None
-    return summary if config.trainer.steps <= max(summary["steps"], began.trainer.steps) else None
+    return summary if config.trainer.counted_steps <= max(summary["steps"], began.trainer.counted_steps) else None
 
 
 def _ends(config: Config) -> tuple[Any, ...]:
@@ -81,7 +83,7 @@ def _ends(config: Config) -> tuple[Any, ...]:
 
 def how_to_go_on(config: Config, summary: dict[str, Any]) -> str:
     """With a run that is complete: which key says that there is more to do."""
-    if summary["steps"] >= config.trainer.steps:
+    if summary["steps"] >= config.trainer.counted_steps:
         return f"give more steps, e.g. trainer.steps={2 * summary['steps']}"
     keys = []
     if config.prompts.epochs:
@@ -93,7 +95,7 @@ def how_to_go_on(config: Config, summary: dict[str, Any]) -> str:
 
 def check_left(folder: Path, config: Config) -> None:
     """Raises `ConfigError` where the run in ``folder`` has done more than ``config`` asks for."""
-    steps, done = config.trainer.steps, committed(folder)
+    steps, done = config.trainer.counted_steps, committed(folder)
     if steps < done and not complete(folder, config):
         raise ConfigError(f"trainer.steps: {steps}, but {done} steps are done already; give {done} or more")
 

@@ -213,7 +213,7 @@ def _broker_settings(config: Config, context: ActorContext) -> BrokerSettings:
         run=context.run,
         folder=context.folder,
         seed=config.run.seed,
-        steps=config.trainer.steps,
+        steps=config.trainer.counted_steps,
         broker=bound,
         gate=config.gate,
         store=config.store,

@@ -19,6 +19,7 @@ from penstock.pipeline.config import Config, ConfigError, dump, load
 from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.preflight.look import look
 from penstock.pipeline.preflight.report import Report
+from penstock.pipeline.preflight.steps import counted
 from penstock.pipeline.report.console import print_summary
 from penstock.pipeline.resources.choice import choose
 from penstock.pipeline.run.data_rows import changed_rows
@@ -120,6 +121,14 @@ def _tell(console: Console, report: Report, done: int | None, changed: list[str]
 
 
 def laid_out(file: str | None, overrides: list[str], resume: Path | None) -> tuple[Config, Origin, list[str]]:
+    """The config, where it is from, and what is changed in a run that goes on, or was left open by its config: with as
+    many steps as the prompts make, where `trainer.steps` says so, and the layout of `run.placement: auto`."""
+    config, origin, changed = _placed(file, overrides, resume)
+    config, line = counted(config)
+    return config, origin, [*changed, *([line] if line else [])]
+
+
+def _placed(file: str | None, overrides: list[str], resume: Path | None) -> tuple[Config, Origin, list[str]]:
     """As `_read`, with the layout of `run.placement: auto` for what GPUs are here now, whatever it was before."""
     config, origin, changed = _read(file, overrides, resume)
     if resume and complete(resume, config):

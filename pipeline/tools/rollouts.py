@@ -80,7 +80,7 @@ def check_archive(folder: Path, step: int | None) -> None:
             f"RUN: {folder} has no archive; before the run, set replay.archive=all, or to the last N steps"
         )
     if step is not None and step not in kept:
-        later = f"; later {soon}" if wanted and max(kept) < step < config.trainer.steps else ""
+        later = f"; later {soon}" if wanted and max(kept) < step < config.trainer.counted_steps else ""
         raise ConfigError(f"--step: {step} is not in the archive; it has steps {min(kept)} to {max(kept)}{later}")
 
 

@@ -140,7 +140,9 @@ def make(context: ActorContext, config: Any, kind: str) -> Critic | WorkerRank:
 
     def learner_of(weights: str) -> CriticLearner:
         model = load_trainable(weights, world, device, config.model.dtype, "value", offload=critic.offload, key=key)
-        return CriticLearner(model, own, config.trainer.steps, gamma, lam, config.trainer.algorithm.penalties, world)
+        return CriticLearner(
+            model, own, config.trainer.counted_steps, gamma, lam, config.trainer.algorithm.penalties, world
+        )
 
     learner, tail = checkpoint.open_learner(folder, world, path, learner_of)
     kept, tokenizer = critic.checkpoint, load_tokenizer(path, key=key)

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from penstock.services.learning.config import LearnerConfig
+from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.settings import Section
 from penstock.services.trainer.algorithm_config import AlgorithmConfig
 
@@ -66,8 +67,9 @@ class TrainerConfig(LearnerConfig):
     """Parameters that do not learn, by patterns of their names, e.g. ``["*.mlp.gate.*"]``, the routers of a mixture of
     experts, or ``["model.embed_tokens.*", "model.layers.[0-3].*"]``: they have no gradient and no optimizer's state.
     What sees pictures never learns."""
-    steps: int = Field(100, ge=0)
-    """Training steps; each yields a version. 0: the model is evaluated, and nothing is trained."""
+    steps: int | None = Field(100, ge=0)
+    """Training steps; each yields a version. 0: the model is evaluated, and nothing is trained. null: as many as
+    `prompts.epochs` makes of `prompts.train`, counted when the run begins; the run's own config.yaml has the number."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """What is learned from the rewards: an advantage, a loss and a correction that compose. Defaults: GRPO. See
     docs/algorithms.md."""
@@ -84,6 +86,16 @@ class TrainerConfig(LearnerConfig):
     profile_steps: tuple[int, ...] = ()
     """Steps that torch's profiler watches, e.g. ``[10, 11]``: a trace of each rank, in the run's folder ``profiles/``,
     to be opened at ui.perfetto.dev. A step that is watched takes longer."""
+
+    @property
+    def counted_steps(self) -> int:
+        """`steps`, in a run, which has a number. Raises `SetupError` where nobody has counted them."""
+        if self.steps is None:
+            raise SetupError(
+                "trainer.steps: null is counted where a run begins; take the config.yaml of the run's folder, or give "
+                "a number, e.g. 100"
+            )
+        return self.steps
 
     @property
     def sends_adapter(self) -> bool:

@@ -64,7 +64,7 @@ class Learner(ModelLearner):
         self, model: Any, config: TrainerConfig, temperature: float, world: World | None = None,
         teacher: SelfTeacher | None = None, frozen_steps: int = 0,
     ) -> None:  # fmt: skip
-        super().__init__(model, config, config.steps, world, frozen_steps)
+        super().__init__(model, config, config.counted_steps, world, frozen_steps)
         self._config, self._teacher = config, teacher
         self._temperature, self._compares = temperature, config.algorithm.equal_is_idle
         self.algorithm = Algorithm(config.algorithm)

@@ -83,7 +83,7 @@ class TrainerSettings:
         """Of rows, packed as `held_out.pack_rows` does, for a model of transformers' ``model_config``."""
         text, bounds = Tokenizer(self.model_path, self.template), (self.held_out.longest, positions_of(model_config))
         settings = replace(self.held_out, longest=min(filter(None, bounds), default=None))
-        return HeldOut(settings, unpack_rows(packed), text, self.trainer.steps)
+        return HeldOut(settings, unpack_rows(packed), text, self.trainer.counted_steps)
 
     def canary(self, learner: Learner, tokenizer: Any) -> list[int]:
         """The sequence that every version is checked with: the same for a run's life, and on every rank."""

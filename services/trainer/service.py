@@ -213,7 +213,7 @@ class Trainer:
         """Raises `SetupError` where nothing is learned any more."""
         config = self._settings.trainer
         self._skipped = self._skipped + 1 if metrics["skipped"] >= 1 else 0
-        if self._skipped < min(config.max_consecutive_skipped, config.steps):
+        if self._skipped < min(config.max_consecutive_skipped, config.counted_steps):
             return
         choices = (config.algorithm.advantage, config.algorithm.loss, config.algorithm.correction)
         own = [choice.function for choice in choices if isinstance(choice, CustomFunction)]

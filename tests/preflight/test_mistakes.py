@@ -231,6 +231,8 @@ def m(name: str, *says: str, overrides: list[str] | None = None, **more: object)
 MISTAKES = [
     m("a section twice", "config.yaml, line 12: 'gate' is given twice, first in line 5; put both into one section",
       config=CONFIG + "run: {seed: 1}\ngate: {max_lag: 2}\n"),
+    m("steps that nobody can count", "trainer.steps: null is as many as prompts.epochs makes, and that is not given",
+      "set prompts.epochs, e.g. 1", overrides=["trainer.steps=null"]),
     m("an unknown key", "gate.max_lagg: unknown key; did you mean 'max_lag'?", overrides=["gate.max_lagg=1"]),
     m("a union without its type", "prompts.train: say which kind it is, with one of type: sort, type: hub",
       overrides=["prompts.train={path: json}"]),
