@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from penstock.pipeline.config import extended, origin
 from penstock.pipeline.config.errors import explain
 from penstock.pipeline.config.passwords import hide_password
-from penstock.pipeline.config.schema import Config, TinyModel
+from penstock.pipeline.config.schema import Config, PretrainedModel, TinyModel
+from penstock.services.runtime import own_code
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.user_folders import find_file, find_folder, look_first_in, look_in
 from penstock.services.trainer.presets import without_choices
@@ -82,7 +83,8 @@ for _each in (_Loader, _Dumper):
 
 
 def load(path: Path, overrides: list[str] | None = None) -> Config:
-    """The config in ``path`` with ``dotted.key=value`` overrides (values are YAML). Raises `ConfigError`."""
+    """The config in ``path`` with ``dotted.key=value`` overrides (values are YAML); this process now works for it.
+    Raises `ConfigError`."""
     data = read_sections(path)
     look_in(path.parent)
     # Where there is one this is a run's own copy: what that names lies beside the file that it came from.
@@ -92,7 +94,9 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
         _give_up_preset(data, overrides or [])
     for override in overrides or []:
         _apply(data, override)
-    return _with_template(_with_folders(parse(data)))
+    config = _with_template(_with_folders(parse(data)))
+    own_code.trust(isinstance(config.model, PretrainedModel) and config.model.trust_remote_code)
+    return config
 
 
 def options_of(overrides: Sequence[str], what: str) -> dict[str, Any]:

@@ -125,6 +125,10 @@ class PretrainedModel(Section):
     type: Literal["pretrained"] = "pretrained"
     path: str
     """A folder, or a name on the Hugging Face hub, e.g. ``Qwen/Qwen2.5-0.5B-Instruct``."""
+    trust_remote_code: bool = False
+    """Run the code that came with a model, or its tokenizer, where transformers has none for it: of this one, and of
+    those of reference, critic, teachers and graders. It runs in every process of the run, with all that you may do:
+    read it first. See docs/models.md."""
     dtype: Dtype = "bfloat16"
     """What rollouts and reference compute in, and what is published; the trainer's master copy is float32."""
     chat_template: str | None = None

@@ -38,6 +38,7 @@ def look(config: Config, report: Report) -> None:
             _check_whole(policy, "model.path")
             _encode(config, report)
             _check_frozen(policy, config.trainer.freeze, config.trainer.pipeline_parallel)
+            _check_own_code(policy, config.trainer.gradient_checkpointing)
             _check_routing(policy, config.rollout.sampling.routing_replay)
             _check_balance(policy, config.trainer.algorithm.router_balance)
             _check_vllm(policy, config, report)
@@ -83,6 +84,20 @@ def _check_whole(path: str, key: str) -> None:
     from penstock.services.modeling.load import check_whole, load_config
 
     check_whole(load_config(path, key), path, key)
+
+
+def _check_own_code(path: str, checkpoints: bool | str) -> None:
+    """Raises `SetupError` where the code that came with the model cannot be called as others are, or does not do
+    without activations."""
+    from penstock.services.modeling.load import empty_model, has_own_code, load_config
+
+    if has_own_code(load_config(path)):
+        model = empty_model(path)
+        if checkpoints and not model.supports_gradient_checkpointing:
+            raise SetupError(
+                f"trainer.gradient_checkpointing: {path} has code of its own, and that of {type(model).__name__} has "
+                "no such thing (supports_gradient_checkpointing); set it to false"
+            )
 
 
 def _check_frozen(path: str, patterns: Sequence[str], stages: int) -> None:

@@ -14,6 +14,7 @@ import typer
 from penstock.pipeline.config import ConfigError
 from penstock.protocols.versions import Dtype
 from penstock.services.modeling.adapter_files import CONFIG, AdapterShape, read_shape
+from penstock.services.runtime import own_code
 from penstock.services.runtime.install import install
 
 
@@ -41,6 +42,7 @@ def merge(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of a run with trainer.lora.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="The folder to make.", show_default=False)],
     dtype: Annotated[Dtype, typer.Option(help="Of the weights that are written, e.g. bfloat16.")] = "float32",
+    trust_remote_code: Annotated[bool, typer.Option(help="Run the code that came with the model.")] = False,
 ) -> None:
     """Write the model with CHECKPOINT's adapter merged into it, in transformers' layout, to OUT. What lay in 4 bits
     as it was trained (trainer.lora.quantize) is as it then was.
@@ -52,6 +54,7 @@ def merge(
     about = adapter_of(checkpoint)
     if about is None:
         raise ConfigError(f"CHECKPOINT: {checkpoint} is no adapter: it has no {CONFIG}; a whole model needs no merging")
+    own_code.trust(trust_remote_code)
     if out.exists():
         raise ConfigError(f"OUT: {out} exists; choose another folder")
     try:
@@ -77,9 +80,9 @@ def _write_merged(checkpoint: Path, about: AdapterShape, out: Path, dtype: Dtype
     from transformers.utils.logging import disable_progress_bar
 
     from penstock.services.modeling.dtypes import DTYPES
+    from penstock.services.modeling.files_beside import name_own_code, read_beside, write_beside
     from penstock.services.modeling.generation_config import write_generation_config
-    from penstock.services.modeling.load import folder_of, load_model, load_tokenizer
-    from penstock.services.modeling.processor_files import read_processor, write_processor
+    from penstock.services.modeling.load import folder_of, has_own_code, load_model, load_tokenizer
 
     disable_progress_bar()
     base = load_model(about.base, "float32", torch.device("cpu"), "CHECKPOINT")
@@ -87,9 +90,11 @@ def _write_merged(checkpoint: Path, about: AdapterShape, out: Path, dtype: Dtype
         round_as_trained(base, checkpoint, about)
     merged: Any = PeftModel.from_pretrained(base, str(checkpoint)).merge_and_unload()
     told, merged.generation_config = merged.generation_config, GenerationConfig()
+    beside = read_beside(folder_of(about.base, "CHECKPOINT"), has_own_code(merged.config))
+    name_own_code(merged.config, beside)
     merged.to(DTYPES[dtype]).save_pretrained(out)
-    write_processor(read_processor(folder_of(about.base, "CHECKPOINT")), out)
-    tokenizer = load_tokenizer(str(checkpoint))
+    write_beside(beside, out)
+    tokenizer = load_tokenizer(str(checkpoint), key="CHECKPOINT")
     write_generation_config(told, tokenizer, out)
     tokenizer.save_pretrained(out)
 

@@ -30,11 +30,11 @@ from penstock.services.learning.shard_writer import ShardWriter
 from penstock.services.modeling.adapter_files import FILE
 from penstock.services.modeling.experts import is_experts, separate
 from penstock.services.modeling.families import IN_MATRICES
+from penstock.services.modeling.files_beside import name_own_code, write_beside
 from penstock.services.modeling.generation_config import write_generation_config
 from penstock.services.modeling.parallel.fsdp import first_row, of_local
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.pinned import pin
-from penstock.services.modeling.processor_files import write_processor
 from penstock.services.modeling.weight_files import INDEX, SINGLE
 from penstock.services.runtime.checkpoint_folders import latest, path_of, versions
 from penstock.services.runtime.errors import SetupError
@@ -170,8 +170,10 @@ class Saver:
         config = copy.deepcopy(self._learner.config)
         config.architectures = config.architectures or [type(model).__name__.removeprefix("FSDP")]
         config.dtype = "float32"
+        beside = getattr(model, "penstock_beside", {})
+        name_own_code(config, beside)
         config.save_pretrained(folder)
-        write_processor(getattr(model, "penstock_processor", {}), folder)
+        write_beside(beside, folder)
         if getattr(model, "generation_config", None) is not None:
             write_generation_config(model.generation_config, self._tokenizer, folder)
 

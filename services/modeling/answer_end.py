@@ -74,13 +74,15 @@ def stop_ids(tokenizer: Any, listed: Any, end: TemplateEnd) -> set[int]:
 
 def listed_ends(path: str) -> Any:
     """Where the model at ``path`` lists the tokens that end what it says; None: nowhere."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
+
+    from penstock.services.modeling.load import ModelError, load_config
 
     try:
         return GenerationConfig.from_pretrained(path)
     except OSError:  # it has no such file
         pass
     try:
-        return AutoConfig.from_pretrained(path).get_text_config()
-    except (OSError, ValueError):
+        return load_config(path).get_text_config()
+    except ModelError:
         return None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +14,7 @@ import torch
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.families import OUR_ATTENTION, PACKED, soft_cap
 from penstock.services.modeling.state_mixers import take_packed_rows
+from penstock.services.runtime import own_code
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import cpu_only_reason
 from penstock.services.runtime.user_folders import may_be_on_hub
@@ -52,6 +55,65 @@ def sees(config: Any) -> bool:
     return config.get_text_config() is not config and type(config) in AutoModelForImageTextToText._model_mapping
 
 
+def has_own_code(config: Any) -> bool:
+    """transformers' ``config`` is of a class that came with the model, and so will its code be."""
+    return type(config).__module__.startswith("transformers_modules.")
+
+
+def _runs_own_code(path: str) -> bool:
+    """Code that comes with the model at ``path`` may run, and transformers has none for it: where it has, that is what
+    we know. Raises `OSError`."""
+    from transformers import PretrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if not own_code.trusted():
+        return False
+    told, _ = PretrainedConfig.get_config_dict(path)
+    return told.get("model_type") not in CONFIG_MAPPING_NAMES
+
+
+@contextmanager
+def loading(path: str, what: str, key: str) -> Iterator[None]:
+    """Around the loading of ``what`` of the model at ``path``, which the config's ``key`` gives. Raises `ModelError`;
+    code that came with a model may raise anything."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(not_loaded(path, what, error, key)) from error
+    except Exception as error:
+        if not own_code.trusted():
+            raise
+        raise ModelError(not_loaded(path, what, error, key)) from error
+
+
+TOLD = ("input_ids", "attention_mask", "position_ids", "use_cache")
+"""What a model is called with."""
+
+
+def _check_takes(model: Any, path: str, key: str) -> None:
+    """Raises `ModelError` where a ``model`` with code of its own cannot be called as others are."""
+    takes = signature(type(model).forward).parameters
+    if any(each.kind is Parameter.VAR_KEYWORD for each in takes.values()):
+        return
+    if lacking := [name for name in TOLD if name not in takes]:
+        raise ModelError(
+            f"{key}: {path} has code of its own, and the forward of its {type(model).__name__} takes no {lacking[0]}, "
+            "with which models are called; mend its code, or take a model that transformers knows"
+        )
+
+
+@torch.no_grad()
+def _compute_buffers(model: Any, make: Callable[[], Any]) -> None:
+    """Buffers that a ``model``'s own code computes as it is made, and that no file has, are as in one that ``make``
+    makes: transformers loads into a model without memory, where nothing can be computed, and knows them of its own
+    models alone."""
+    saved = model.state_dict().keys()
+    if lost := {name: buffer for name, buffer in model.named_buffers() if name not in saved}:
+        made = dict(make().named_buffers())
+        for name, buffer in lost.items():
+            buffer.copy_(made[name])
+
+
 Head = Literal["language", "value"]
 """What a model's hidden states become: logits, or one number a token."""
 
@@ -86,12 +148,15 @@ def load_model(path: str, dtype: str, device: torch.device, key: str = "model.pa
     Raises `ModelError`."""
     config = load_config(path, key)
     config._attn_implementation = attention_of(config)  # what the file names may be missing, or not take our masks
-    try:
-        model, found = with_head(config, head).from_pretrained(
-            path, config=config, dtype=DTYPES[dtype], output_loading_info=True
+    own = has_own_code(config)
+    with loading(path, "model", key):
+        kind = with_head(config, head)
+        model, found = kind.from_pretrained(
+            path, config=config, dtype=DTYPES[dtype], output_loading_info=True, trust_remote_code=own
         )
-    except (OSError, ValueError, ImportError) as error:
-        raise ModelError(not_loaded(path, "model", error, key)) from error
+    if own:
+        _check_takes(model, path, key)
+        _compute_buffers(model, lambda: kind.from_config(config, dtype=DTYPES[dtype], trust_remote_code=True))
     if head == "value":
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -111,11 +176,13 @@ def empty_model(path: str, head: Head = "language", key: str = "model.path") -> 
 
     config = load_config(path, key)
     check_whole(config, path, key)
-    try:
-        with torch.device("meta"):
-            model = with_head(config, head).from_config(config, dtype=MASTER, attn_implementation=attention_of(config))
-    except (OSError, ValueError, ImportError) as error:
-        raise ModelError(not_loaded(path, "model", error, key)) from error
+    own = has_own_code(config)
+    with loading(path, "model", key), torch.device("meta"):
+        model = with_head(config, head).from_config(
+            config, dtype=MASTER, attn_implementation=attention_of(config), trust_remote_code=own
+        )
+    if own:
+        _check_takes(model, path, key)
     take_packed_rows(model)
     if head == "value":
         return model
@@ -137,10 +204,8 @@ def load_config(path: str, key: str = "model.path") -> Any:
     """The model's own config. Raises `ModelError`."""
     from transformers import AutoConfig
 
-    try:
-        return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(not_loaded(path, "config", error, key)) from error
+    with loading(path, "config", key):
+        return AutoConfig.from_pretrained(path, trust_remote_code=_runs_own_code(path))
 
 
 def load_tokenizer(path: str, template: Mapping[str, Any] | None = None, key: str = "model.path") -> Any:
@@ -148,10 +213,8 @@ def load_tokenizer(path: str, template: Mapping[str, Any] | None = None, key: st
     in the run's ``template`` as its own. Raises `ModelError`."""
     from transformers import AutoTokenizer
 
-    try:
-        found = AutoTokenizer.from_pretrained(path, mistral_format=False)  # mistral-common's knows of no chat template
-    except (OSError, ValueError) as error:
-        raise ModelError(not_loaded(path, "tokenizer", error, key)) from error
+    with loading(path, "tokenizer", key):  # mistral-common's knows of no chat template
+        found = AutoTokenizer.from_pretrained(path, mistral_format=False, trust_remote_code=own_code.trusted())
     if own := (template or {}).get("chat_template"):
         found.chat_template = own
     return found
@@ -193,6 +256,12 @@ def check_vocabulary(policy: str, path: str, key: str) -> None:
 def not_loaded(path: str, what: str, error: BaseException, key: str = "model.path") -> str:
     """Why the ``what`` of the model at ``path`` cannot be loaded, and what to do, in one line."""
     folder = Path(path)
+    if "trust_remote_code" in str(error) and not own_code.trusted():
+        return (
+            f"{key}: {path} has code of its own, by its author, without which its {what} cannot be loaded: it would "
+            "run in every process of the run, with all that you may do; read its *.py and set "
+            "model.trust_remote_code=true, or take a model that transformers knows"
+        )
     if folder.is_dir():
         lacks = "" if (folder / "config.json").is_file() else "; it has no config.json, so it is no model's folder"
         return f"{key}: cannot load the {what} in {path}: {' '.join(str(error).split())[:300]}{lacks}"
@@ -218,7 +287,7 @@ def folder_of(path: str, key: str = "model.path") -> Path:
 
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
     try:
-        wanted = ["*.safetensors", "*.json"]
+        wanted = ["*.safetensors", "*.json", *(["*.py"] if own_code.trusted() else [])]
         got = snapshot_download(path, allow_patterns=wanted, ignore_patterns=_TWICE, local_files_only=offline)
         return Path(got)
     except Exception as error:  # the hub's own errors are of many kinds, and all say that it cannot be had

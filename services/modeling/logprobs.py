@@ -23,6 +23,7 @@ from penstock.services.modeling.families import (
     soft_cap,
     window_of,
 )
+from penstock.services.modeling.load import has_own_code
 from penstock.services.modeling.packing import Layout, Rows, Shown
 from penstock.services.modeling.parallel.sequence import SequenceParallel
 from penstock.services.modeling.parallel.stages import Stage
@@ -85,8 +86,9 @@ Compute = Callable[[torch.Tensor, Places], torch.Tensor]
 def of_logits(model: Any, rows: Rows, compute: Compute, which: int) -> torch.Tensor:
     """``[which, sampled tokens]``: what ``compute`` makes of the logits ``[some, vocabulary]`` where they are
     predicted, a chunk at a time; as `of_places`."""
-    if getattr(model, model.base_model_prefix, None) is None:
-        logits = model(**model_inputs(model, rows), use_cache=False).logits.flatten(0, 1)
+    if has_own_code(model.config) or getattr(model, model.base_model_prefix, None) is None:
+        # Not by a call, around which FSDP would gather what it has gathered for us.
+        logits = type(model).forward(model, **model_inputs(model, rows), use_cache=False).logits.flatten(0, 1)
         return compute(logits[rows.source], Places(rows.target, rows.candidates, rows.taught))
     return of_places(model, rows, lambda hidden, places: _chunked(model, hidden, places, compute), which)
 

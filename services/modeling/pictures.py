@@ -13,6 +13,7 @@ import torch
 
 from penstock.services.data.picture_files import PictureError, open_pictures, size_of, sizes_of
 from penstock.services.modeling.load import ModelError, load_config, load_tokenizer, not_loaded, sees
+from penstock.services.runtime import own_code
 from penstock.services.runtime.install import install
 from penstock.services.runtime.kept import Kept
 
@@ -198,7 +199,7 @@ def _load(path: str, tokenizer: Any, key: str) -> Any:
 
         family = getattr(transformers, name)
         wanted = inspect.signature(family.__init__).parameters
-        images = transformers.AutoImageProcessor.from_pretrained(path)
+        images = transformers.AutoImageProcessor.from_pretrained(path, trust_remote_code=own_code.trusted())
         try:
             written, _ = family.get_processor_dict(path)
         except (OSError, ValueError):

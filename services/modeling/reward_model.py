@@ -11,7 +11,7 @@ import torch
 
 from penstock.protocols.experience import Group
 from penstock.services.modeling.dtypes import DTYPES
-from penstock.services.modeling.load import device_of, load_config, load_tokenizer, not_loaded
+from penstock.services.modeling.load import device_of, has_own_code, load_config, load_tokenizer, loading
 from penstock.services.runtime.errors import SetupError
 
 
@@ -32,10 +32,10 @@ class RewardModel:
 
         key = "scorers.options.path"
         config = load_config(path, key)
-        try:
-            model = AutoModelForSequenceClassification.from_pretrained(path, config=config, dtype=DTYPES[dtype])
-        except (OSError, ValueError, ImportError) as error:
-            raise SetupError(not_loaded(path, "reward model", error, key)) from error
+        with loading(path, "reward model", key):
+            model = AutoModelForSequenceClassification.from_pretrained(
+                path, config=config, dtype=DTYPES[dtype], trust_remote_code=has_own_code(config)
+            )
         if model.config.num_labels != 1:
             raise SetupError(f"{key}: {path} has {model.config.num_labels} labels; a reward model has one, its grade")
         self._tokenizer = load_tokenizer(path, key=key)

@@ -369,14 +369,12 @@ def make_engine(
     it ``sleeps`` while others have its device, the rank of adapters that are to lie beside the model (0: none), the
     ``head_dtype`` of its logits (None: ``dtype``), which one of another make is told by its options, and whether
     prompts may show ``pictures``."""
-    from transformers import AutoConfig
-
     engine = config.engine
     if isinstance(engine, NoEngineConfig):
         from penstock.services.rollout.engines.nothing import NoEngine
 
         return NoEngine()
-    whole = AutoConfig.from_pretrained(model_path)
+    whole = load_config(model_path)
     model_config = whole.get_text_config()
     stop_ids = text.stop_ids | text.special_ids(config.sampling.stop)
     if isinstance(engine, TorchEngineConfig):

@@ -131,7 +131,7 @@ def test_a_checkpoint_goes_on_and_is_merged_as_it_was_trained(start: Path, tmp_p
         assert torch.equal(weight, wanted[name]), name
     (path / "tokenizer.json").unlink(missing_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transformers.AutoTokenizer.from_pretrained", lambda path: Tokenizer())
+        patch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: Tokenizer())
         merge(path, tmp_path / "merged")
     merged = Qwen3ForCausalLM.from_pretrained(tmp_path / "merged")
     for name, parameter in merged.named_parameters():

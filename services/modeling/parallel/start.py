@@ -15,13 +15,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from penstock.services.modeling import lora
+from penstock.services.modeling.files_beside import read_beside
 from penstock.services.modeling.four_bit import FourBitLinear
 from penstock.services.modeling.freezing import freeze
-from penstock.services.modeling.load import Head, ModelError, empty_model, folder_of, load_model
+from penstock.services.modeling.load import (
+    Head,
+    ModelError,
+    empty_model,
+    folder_of,
+    has_own_code,
+    load_config,
+    load_model,
+)
 from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.parallel.fsdp import block_of, shard
 from penstock.services.modeling.parallel.world import World
-from penstock.services.modeling.processor_files import read_processor
 from penstock.services.modeling.towers import freeze_towers, towers
 from penstock.services.modeling.weight_files import WeightFiles
 
@@ -38,19 +46,20 @@ def load_trainable(
     ``adapter`` that alone is to be trained: what is frozen takes no more bits than are computed with. Towers are frozen
     (`modeling/towers.py`), and so is what has names like those in ``frozen`` (`modeling/freezing.py`). Raises
     `ModelError`, or a `SetupError` of these."""
-    folder = folder_of(path, key)
-    model, processor = empty_model(path, head, key), read_processor(folder)
+    folder, own = folder_of(path, key), has_own_code(load_config(path, key))
+    model, beside = empty_model(path, head, key), read_beside(folder, own)
     new = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
     new = new if head == "value" else set()
     with WeightFiles(folder, model) as files:
         missing = [name for name, _ in model.named_parameters() if name not in files and name not in new]
-        if not missing and _buffers_are_known(model, files):
+        if not missing and not own and _buffers_are_known(model, files):
             _prepare(model, adapter, path, dtype, frozen)
             shard(model, world, dtype, offload)
             _materialize(model, device, torch.device("cpu") if offload else device)
             _fill(model, files, f"{key}: {path}")
-            return _begun(model, adapter, processor)
-    log.warning("loaded whole on the host first: the files lack what the model wants", path=path, lacking=missing[:3])
+            return _begun(model, adapter, beside)
+    why = "it has code of its own" if own else "the files lack what the model wants"
+    log.warning(f"loaded whole on the host first: {why}", path=path, lacking=missing[:3])
     model = load_model(path, "float32", torch.device("cpu"), key, head)
     _prepare(model, adapter, path, dtype, frozen)
     shard(model, world, dtype, offload)
@@ -58,8 +67,8 @@ def load_trainable(
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
-        return _begun(model, adapter, processor)
-    return _begun(model.to(device), adapter, processor)
+        return _begun(model, adapter, beside)
+    return _begun(model.to(device), adapter, beside)
 
 
 def _prepare(model: Any, adapter: Adapter | None, path: str, dtype: str, frozen: Sequence[str]) -> None:
@@ -72,10 +81,10 @@ def _prepare(model: Any, adapter: Adapter | None, path: str, dtype: str, frozen:
         lora.inject(model, adapter, path)
 
 
-def _begun(model: Any, adapter: Adapter | None, processor: dict[str, bytes]) -> Any:
+def _begun(model: Any, adapter: Adapter | None, beside: dict[str, bytes]) -> Any:
     if adapter is not None:
         lora.begin(model, adapter)
-    model.penstock_processor = processor
+    model.penstock_beside = beside
     return model
 
 

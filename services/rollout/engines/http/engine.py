@@ -26,7 +26,9 @@ import torch
 
 from penstock.protocols.experience import Finish
 from penstock.services.modeling.experts import as_in_files
+from penstock.services.modeling.files_beside import read_beside, write_beside
 from penstock.services.modeling.lengths import positions_of
+from penstock.services.modeling.load import folder_of, has_own_code, load_config
 from penstock.services.modeling.weight_files import save_in_parts
 from penstock.services.rollout.config import HTTP_LENGTH, HTTP_SEQUENCES
 from penstock.services.rollout.engines.asynchronous import AsyncEngine
@@ -118,15 +120,14 @@ class HttpEngine(AsyncEngine):
             import httpx
         except ImportError as error:
             raise SetupError(f"rollout.engine: engines over HTTP need httpx; run: {install('http')}") from error
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(model_path)
+        config = load_config(model_path)
         self._family: str = config.model_type
         vocabulary = config.get_text_config().vocab_size
         length = min(options.max_length, positions_of(config) or options.max_length)
         super().__init__(type(self).__name__, vocabulary, length, options.max_sequences)
         self.options, self.stop_ids = options, sorted(stop_ids)
         self._model_path, self._generated = Path(model_path), 0
+        self._code = read_beside(folder_of(model_path), code=True) if has_own_code(config) else {}
         self._written: list[Path] = []
         self._flying, self._door = 0, asyncio.Event()
         """Requests that the server has; whether more may go there."""
@@ -224,6 +225,7 @@ class HttpEngine(AsyncEngine):
             for name in BESIDE:
                 if (self._model_path / name).is_file():
                     shutil.copyfile(self._model_path / name, folder / name)
+            write_beside(self._code, folder)
             save_in_parts(folder, as_in_files(self._family, weights))
         except BaseException:  # a disk that is full, say: the one that serves must stay
             shutil.rmtree(folder, ignore_errors=True)

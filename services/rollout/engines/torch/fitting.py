@@ -8,6 +8,7 @@ import structlog
 import torch
 
 from penstock.services.modeling.families import is_recurrent
+from penstock.services.modeling.load import has_own_code
 from penstock.services.rollout.engines.torch import native
 from penstock.services.rollout.engines.torch.hosted import HostedModel, UnfitError
 from penstock.services.rollout.engines.torch.hybrid import HybridModel
@@ -21,9 +22,12 @@ Fitting = native.NativeModel | HostedModel | RecomputedModel
 def fitting_model(
     config: Any, slots: int, length: int, dtype: torch.dtype, device: torch.device, head_dtype: str | None
 ) -> Fitting:
-    """The model of transformers' ``config``, for ``slots`` sequences of up to ``length`` tokens."""
+    """The model of transformers' ``config``, for ``slots`` sequences of up to ``length`` tokens. What code that came
+    with a model keeps between two tokens, and how, nobody knows."""
     if native.supports(config):
         return native.NativeModel(config, slots, length, dtype, device, head_dtype)
+    if has_own_code(config):
+        return RecomputedModel(config, slots, length, dtype, device, head_dtype)
     hosted = HybridModel if is_recurrent(config.get_text_config()) else HostedModel
     try:
         return hosted(config, slots, length, dtype, device, head_dtype)

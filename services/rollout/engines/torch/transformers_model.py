@@ -11,7 +11,7 @@ import torch
 
 from penstock.services.data.picture_files import PictureError
 from penstock.services.modeling.head import compute_head_in
-from penstock.services.modeling.load import ModelError, attention_of, with_head
+from penstock.services.modeling.load import ModelError, attention_of, has_own_code, with_head
 from penstock.services.modeling.logprobs import LOGIT_BYTES
 from penstock.services.modeling.routing import Recorder
 from penstock.services.modeling.sight import Sight, resting_sight, sight_of
@@ -52,7 +52,9 @@ class TransformersModel:
         return self._recorders[self.weights is self._spare[1]]
 
     def _make(self, config: Any, dtype: torch.dtype, head_dtype: str | None) -> Any:
-        model = with_head(config, "language").from_config(config, dtype=dtype, attn_implementation=attention_of(config))
+        model = with_head(config, "language").from_config(
+            config, dtype=dtype, attn_implementation=attention_of(config), trust_remote_code=has_own_code(config)
+        )
         compute_head_in(model, head_dtype)
         return model.to(self._device).eval()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.rollout.engines.vllm.plugin import ADAPTER, BACKEND, OURS
-from penstock.services.runtime import allowance
+from penstock.services.runtime import allowance, own_code
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import vllm_lacks_gpu
 from penstock.services.runtime.install import install
@@ -105,6 +105,7 @@ def engine_arguments(
         "load_format": "dummy",  # version 0 comes by the weight channel like any other
         "generation_config": "vllm",
         "max_logprobs": max(LOGPROBS, top_k),
+        "trust_remote_code": own_code.trusted(),
         "language_model_only": not shown,  # where no picture comes, nothing is kept for one
         # vLLM would keep the processor's mean and deviation among its weights, where dummies take their place; and its
         # cache of pictures is in two halves, which a pause, a sleep or an abort sets at odds.
