@@ -44,7 +44,7 @@ def check_engine(config: Any) -> None:
                 "rollout.engine.adapter: beside would be beside a model that is not quantized as trainer.lora.quantize "
                 "wants it; set it to merged"
             )
-        if lora is None or not config.trainer.sends_adapter or lora.variant == "dora" or "lm_head" in lora.targets:
+        if lora is None or not config.trainer.sends_adapter or lora.variant == "dora" or lora.adapts_head:
             raise ValueError(
                 "rollout.engine.adapter: beside wants versions that are an adapter alone, and neither dora's nor "
                 "the head's: set trainer.lora.publish=adapter, or rollout.engine.adapter=merged"

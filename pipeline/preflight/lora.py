@@ -27,7 +27,7 @@ def look(config: Config, report: Report) -> None:
         with report.collect():
             _fits(Path(lora.start), lora, config.model.dtype)
     path = config.model.path if isinstance(config.model, PretrainedModel) else ""
-    if find_spec("peft") and lora.targets and (Path(path) / "config.json").is_file():
+    if find_spec("peft") and (lora.targets or lora.exclude) and (Path(path) / "config.json").is_file():
         with report.collect():
             _finds(path, lora)
 

@@ -148,7 +148,7 @@ def host_needs(config: Config) -> HostNeeds | None:
         return None
     version, lora = _version(shape), config.trainer.lora
     frozen, codes = (size / GIB for size in frozen_bytes(shape, config.trainer))
-    trained = shape.adapter(lora.rank, lora.targets) if lora else shape.parameters - shape.frozen
+    trained = shape.adapter(lora.rank, lora.targets, lora.exclude) if lora else shape.parameters - shape.frozen
     state = state_bytes(config.trainer.optimizer, trained, 0 if lora else shape.ends - shape.frozen_ends)
     state = (state + teacher_bytes(config.trainer, trained) + 4 * shape.frozen) / GIB
     published = version_bytes(shape, config.trainer) / GIB

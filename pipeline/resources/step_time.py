@@ -175,7 +175,7 @@ def _cut(shape: Shape, trainer: TrainerConfig) -> float:
 def _learned(shape: Shape, trainer: TrainerConfig) -> float:
     """Parameters of one rank that have a gradient."""
     if lora := trainer.lora:
-        return shape.adapter(lora.rank, lora.targets) / trainer.ranks
+        return shape.adapter(lora.rank, lora.targets, lora.exclude) / trainer.ranks
     return _cut(shape, trainer) * (1 - shape.frozen * bool(trainer.freeze) / shape.parameters)
 
 

@@ -70,7 +70,7 @@ def _parts(
     whole = plain + mixtures * dealt * shape.expert
     own = math.ceil(dealt / (shards / trainer.expert_parallel))  # an expert is not cut
     cut = plain / shards + mixtures * own * shape.expert
-    trained = shape.adapter(lora.rank, lora.targets) / shards if lora else cut - shape.frozen / shards
+    trained = shape.adapter(lora.rank, lora.targets, lora.exclude) / shards if lora else cut - shape.frozen / shards
     coded = coded_matrices(shape, lora)
     in_codes = sum(matrix.numbers for matrix in coded)  # of a layer
     codes = FOUR_BIT_BYTES * shape.layers * in_codes
@@ -93,7 +93,7 @@ def _parts(
     acts, logits = inner if moved else kept + inner, _logits_bytes(shape, trainer)
     # Whole gradients are cut, unit by unit, in the last micro-batch alone.
     keeps = keeps_whole_gradients(trainer, shape, gpu_gib)
-    summed = shape.adapter(lora.rank, lora.targets) if lora else whole - shape.frozen
+    summed = shape.adapter(lora.rank, lora.targets, lora.exclude) if lora else whole - shape.frozen
     held = {
         "weights": wide * (cut - shape.layers * in_codes / shards) + 4 * trained if lora else 4 * cut,
         "towers": (wide if lora else 4) * shape.towers / shards,
@@ -146,7 +146,7 @@ def frozen_bytes(shape: Shape, trainer: TrainerConfig) -> tuple[float, float]:
 
 def coded_matrices(shape: Shape, lora: LoraConfig | None) -> list[Matrix]:
     """Those of a layer's matrices that lie in 4 bits."""
-    return shape.adapted(lora.targets) if lora and lora.quantize else []
+    return shape.adapted(lora.targets, lora.exclude) if lora and lora.quantize else []
 
 
 def state_bytes(optimizer: OptimizerConfig, trained: float, ends: float) -> float:
@@ -163,7 +163,7 @@ def teacher_bytes(trainer: TrainerConfig, trained: float) -> float:
 def version_bytes(shape: Shape, trainer: TrainerConfig) -> float:
     """Of a version that is published: the model's, or those of an adapter alone, in fp32."""
     lora = trainer.lora if trainer.sends_adapter else None
-    return 4 * shape.adapter(lora.rank, lora.targets) if lora else shape.served * shape.served_bytes
+    return 4 * shape.adapter(lora.rank, lora.targets, lora.exclude) if lora else shape.served * shape.served_bytes
 
 
 def at_once(shape: Shape, learner: LearnerConfig) -> int:
@@ -228,7 +228,7 @@ def keeps_whole_gradients(trainer: TrainerConfig, shape: Shape, gpu_gib: float |
     lora, cut = trainer.lora, trainer.replicas / trainer.ranks
     learned, held = float(shape.parameters - shape.frozen * bool(trainer.freeze)), 4 * shape.parameters * cut
     if lora:
-        learned, (frozen, codes) = shape.adapter(lora.rank, lora.targets), frozen_bytes(shape, trainer)
+        learned, (frozen, codes) = shape.adapter(lora.rank, lora.targets, lora.exclude), frozen_bytes(shape, trainer)
         held = 4 * learned * cut + (frozen + codes) / trainer.ranks
     free = gpu_gib - OVERHEAD_GIB - held / GIB
     return 4 * learned / GIB <= GRADIENT_SHARE * free

@@ -18,6 +18,7 @@ from penstock.services.modeling.families import (
     UNCOUNTED,
     keeps_state,
 )
+from penstock.services.modeling.layer_names import is_called, is_pattern
 from penstock.services.modeling.lengths import stretched
 from penstock.services.modeling.parallel.stage_layers import stage_layers
 
@@ -198,17 +199,35 @@ class Shape:
         between = (self.beside, self.dense_inner) if self.experts else (self.intermediate,)
         return not any(size % tensor for size in (self.heads, self.kv_heads, *between))
 
-    def adapter(self, rank: int, targets: Sequence[str] = ()) -> float:
-        """Parameters of a LoRA adapter of the matrices whose full names end in one of ``targets``; none: of all of a
-        layer's, but of a mixture those outside its feed-forward part."""
-        return self.layers * rank * sum(each.share * (each.inputs + each.outputs) for each in self.adapted(targets))
+    def adapter(self, rank: int, targets: Sequence[str] = (), exclude: Sequence[str] = ()) -> float:
+        """Parameters of a LoRA adapter of the matrices that are called like one of ``targets``; none: of all of a
+        layer's, but of a mixture those outside its feed-forward part. Less those that are called like one of
+        ``exclude``."""
+        found = self.adapted(targets, exclude)
+        return self.layers * rank * sum(each.share * (each.inputs + each.outputs) for each in found)
 
-    def adapted(self, targets: Sequence[str] = ()) -> list[Matrix]:
-        """A layer's matrices that `adapter` adds to."""
-        if not targets:
-            return [each for each in self.matrices.values() if not (self.experts and each.within.startswith("mlp"))]
+    def adapted(self, targets: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Matrix]:
+        """A layer's matrices that `adapter` adds to, each with its share of the layers."""
         every = self.matrices.items()
-        return [each for name, each in every if _ends(f".{each.within}.{name.rpartition('.')[2]}", targets)]
+        if not targets:
+            every = {name: m for name, m in every if not (self.experts and m.within.startswith("mlp"))}.items()
+        return [
+            replace(each, share=each.share * share)
+            for name, each in every
+            if (share := self._share(f"{each.within}.{name.rpartition('.')[2]}", targets, exclude))
+        ]
+
+    def _share(self, path: str, targets: Sequence[str], exclude: Sequence[str]) -> float:
+        """Of the layers, how many have the matrix ``path`` adapted."""
+        if not any(is_pattern(each) for each in (*targets, *exclude)):
+            return float((not targets or is_called(path, targets)) and not is_called(path, exclude))
+        found = 0
+        for number in range(self.layers):
+            # A model that sees has its decoder one level deeper.
+            names = [f"{prefix}.layers.{number}.{path}" for prefix in ("model", "model.language_model")]
+            taken = not targets or any(is_called(name, targets) for name in names)
+            found += taken and not any(is_called(name, exclude) for name in names)
+        return found / self.layers
 
     @property
     def head(self) -> int:
@@ -278,10 +297,6 @@ def _feed_forward(hidden: int, inner: int, within: str, share: float) -> dict[st
     before, behind = Matrix(hidden, inner, within, share), Matrix(inner, hidden, within, share)
     found = {"gate_proj": before, "up_proj": before, "down_proj": behind}
     return found if within == "mlp" else {f"{within}.{name}": matrix for name, matrix in found.items()}
-
-
-def _ends(path: str, targets: Sequence[str]) -> bool:
-    return any(path.endswith(f".{target}") for target in targets)
 
 
 def described_by(name: str, data: Mapping[str, Any]) -> Shape | None:

@@ -10,6 +10,7 @@ import json
 import math
 import re
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.services.modeling.adapter_files import CONFIG, FILE, read_shape, write_base
 from penstock.services.modeling.four_bit import FourBitLinear, in_four_bits
+from penstock.services.modeling.layer_names import is_called, is_pattern
 from penstock.services.modeling.load import empty_model
 from penstock.services.modeling.parallel.fsdp import first_row, full, like
 from penstock.services.modeling.parallel.stages import Stage
@@ -46,17 +48,20 @@ class Adapter:
     rank: int
     alpha: int
     targets: tuple[str, ...]
-    """Names of the layers, or of what they end in; none: all that are linear, but the head."""
+    """Names of the layers, of what they end in, or patterns of them; none: all that are linear, but the head."""
     variant: Variant = "lora"
     folder: Path | None = None
     four_bits: bool = False
     """The matrices that it adds to lie in 4 bits."""
+    exclude: tuple[str, ...] = ()
+    """Which are left out of the targets, by the same kinds of names."""
 
     @classmethod
     def of(cls, config: Any, folder: Path | None = None) -> Adapter:
         """As `trainer.lora` is, beginning as the one in ``folder``; None: as it says itself."""
         begun = folder or (Path(config.start) if config.start else None)
-        return cls(config.rank, config.alpha, config.targets, config.variant, begun, config.quantize == "nf4")
+        four_bits = config.quantize == "nf4"
+        return cls(config.rank, config.alpha, config.targets, config.variant, begun, four_bits, config.exclude)
 
 
 PASSED_BY = (".mamba.out_proj", ".mixer.out_proj")
@@ -70,17 +75,14 @@ def inject(model: Any, adapter: Adapter, base: str) -> None:
 
     # One that goes on has what it was made for, whichever layers a new one would have.
     begun = read_shape(adapter.folder, "trainer.lora").targets if adapter.folder else ()
+    _check_called(model, adapter)
+    targets = _chosen(model, list(adapter.targets or begun) or _all_linear(model), adapter.exclude)
     config = LoraConfig(
-        r=adapter.rank, lora_alpha=adapter.alpha,
-        target_modules=list(adapter.targets or begun) or _all_linear(model),
+        r=adapter.rank, lora_alpha=adapter.alpha, target_modules=targets,
         use_rslora=adapter.variant == "rslora", use_dora=adapter.variant == "dora", task_type="CAUSAL_LM",
         exclude_modules="|".join(rf"{re.escape(name)}(\..*)?" for name in towers(model)) or None,
         base_model_name_or_path=str(Path(base).resolve()) if Path(base).is_dir() else base,
     )  # fmt: skip
-    ends = {end: m for name, m in model.named_modules() for end in _ends(name)}
-    if missing := [name for name in adapter.targets if name not in ends]:  # peft would do without it
-        known = sorted(end for end, m in ends.items() if type(m) is torch.nn.Linear and "." not in end)
-        raise SetupError(f"trainer.lora.targets: no layer is called {missing[0]}; linear ones are {', '.join(known)}")
     try:
         inject_adapter_in_model(config, model)
     except ValueError as error:  # one that cannot be adapted
@@ -99,10 +101,31 @@ def inject(model: Any, adapter: Adapter, base: str) -> None:
             parameter.data = parameter.data.float()
 
 
-def _ends(name: str) -> list[str]:
-    """What a layer may be called by, who is called so: model.q_proj also q_proj."""
-    parts = name.split(".")
-    return [".".join(parts[first:]) for first in range(len(parts))]
+def _check_called(model: Any, adapter: Adapter) -> None:
+    """Raises `SetupError` where one of the layers that the config names is none: peft would do without it."""
+    every = {name: type(module) is torch.nn.Linear for name, module in model.named_modules() if name}
+    for key, wanted in (("targets", adapter.targets), ("exclude", adapter.exclude)):
+        for each in wanted:
+            if not any(is_called(name, [each]) for name in every):
+                known = sorted({name.rpartition(".")[2] for name, linear in every.items() if linear})
+                raise SetupError(f"trainer.lora.{key}: no layer is called {each}; linear ones are {', '.join(known)}")
+
+
+def _chosen(model: Any, targets: list[str], exclude: Sequence[str]) -> list[str]:
+    """``targets`` as peft takes them: as they are, or, where they are patterns or some are to be left out, the whole
+    names of the layers that are meant. Raises `SetupError` where there are none."""
+    if not exclude and not any(is_pattern(each) for each in targets):
+        return targets
+    every = {name: type(module) is torch.nn.Linear for name, module in model.named_modules() if name}
+    plain = [each for each in targets if not is_pattern(each)]
+    found = [name for name, linear in every.items() if is_called(name, targets if linear else plain)]
+    if left := [name for name in found if not is_called(name, exclude)]:
+        return left
+    raise SetupError(
+        "trainer.lora.exclude: nothing is left of the targets; name fewer"
+        if found
+        else f"trainer.lora.targets: no linear layer is called {targets[0]}"
+    )
 
 
 def _adapted_in_four_bits(model: Any) -> list[str]:

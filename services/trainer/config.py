@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from penstock.services.learning.config import LearnerConfig
+from penstock.services.modeling.layer_names import is_called
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.settings import Section
 from penstock.services.trainer.algorithm_config import AlgorithmConfig
@@ -20,8 +21,10 @@ class LoraConfig(Section):
     alpha: int = Field(32, ge=1)
     """What is added is scaled by alpha / rank, e.g. ``64``; by alpha / sqrt(rank) for ``rslora``."""
     targets: tuple[str, ...] = ()
-    """Layers that are added to, by the ends of their names, e.g. ``[q_proj, v_proj]``; none: all linear layers but the
-    head."""
+    """Layers that are added to, by the ends of their names, e.g. ``[q_proj, v_proj]``, or by patterns of whole ones, as
+    ``["*.layers.[0-9].mlp.*"]``, of which the linear layers are taken; none: all linear layers but the head."""
+    exclude: tuple[str, ...] = ()
+    """Layers that are left out of these, by ends or patterns of their names too, e.g. ``[down_proj]``."""
     variant: Literal["lora", "rslora", "dora"] = "lora"
     """``rslora``: scaled so that larger ranks learn as fast (Kalajdzievski 2023). ``dora``: the lengths of the matrix's
     rows are learned beside their directions (Liu et al. 2024)."""
@@ -39,6 +42,12 @@ class LoraConfig(Section):
     merge with the model that they have on their disk: megabytes a version instead of gigabytes, for rollouts behind a
     slow network."""
 
+    @property
+    def adapts_head(self) -> bool:
+        """The head is among the targets."""
+        named = any(name.rpartition(".")[2] == "lm_head" for name in self.targets) or is_called("lm_head", self.targets)
+        return named and not is_called("lm_head", self.exclude)
+
     @model_validator(mode="after")
     def _quantized_as_far_as_it_goes(self) -> LoraConfig:
         if self.quantize and self.publish == "adapter":
@@ -46,7 +55,7 @@ class LoraConfig(Section):
                 "quantize: rollouts would merge the adapter with matrices that are not quantized; set publish to "
                 "merged, or quantize to null"
             )
-        if self.quantize and any(name.rpartition(".")[2] == "lm_head" for name in self.targets):
+        if self.quantize and self.adapts_head:
             raise ValueError("quantize: the head stays whole; take lm_head out of the targets, or set quantize to null")
         if self.quantize and self.variant == "dora":
             raise ValueError(

@@ -21,6 +21,7 @@ from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.tools.merge import merge
 from penstock.protocols.digests import Gmac
 from penstock.services.learning import checkpoint
+from penstock.services.modeling.decoder_shape import described_by
 from penstock.services.modeling.load import ModelError
 from penstock.services.modeling.lora import Merged
 from penstock.services.modeling.parallel.world import World
@@ -119,6 +120,33 @@ def test_it_is_merged_as_peft_merges(start: Path, variant: str) -> None:
             torch.testing.assert_close(mine[name.replace(".base_layer", "")], parameter.detach())
 
 
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"targets": ["*.layers.[1-9].self_attn.*", "up_proj"]}, {"0.up", "1.up", "1.q", "1.k", "1.v", "1.o"}),
+        ({"exclude": ["model.layers.0.*", "k_proj", "*.mlp.*"]}, {"1.q", "1.v", "1.o"}),
+        ({"targets": ["q_proj", "v_proj"], "exclude": ["v_proj"]}, {"0.q", "1.q"}),
+    ],
+)
+def test_layers_are_named_by_patterns_and_left_out(
+    start: Path, tmp_path: Path, given: dict[str, list[str]], wanted: set[str]
+) -> None:
+    """The plan counts as many numbers, and whoever goes on from the checkpoint has the same layers."""
+    one = learner(start, **given)
+    names = {name.removeprefix("model.layers.") for name in one.parameters if ".lora_A." in name}
+    assert {f"{name[0]}.{name.split('_proj')[0].rpartition('.')[2]}" for name in names} == wanted
+    shape = described_by("", Qwen3Config(**TINY).to_dict())
+    assert shape is not None
+    counted = shape.adapter(4, given.get("targets", ()), given.get("exclude", ()))
+    assert counted == pytest.approx(sum(parameter.numel() for parameter in one.parameters.values()))
+    one.train(a_step(1))
+    saver = checkpoint.Saver(one, Tokenizer(), tmp_path / "checkpoints", keep=1)
+    path = saver.begin().result()
+    saver.close()
+    for again in (learner(start, path, **given), learner(start, path)):
+        torch.testing.assert_close(logits(again.model), logits(one.model))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", ["lora", "rslora", "dora"])
 def test_the_adapter_alone_is_merged_by_who_receives_it_as_the_trainer_merges(
@@ -203,6 +231,10 @@ def test_what_is_frozen_takes_no_more_bits_than_are_computed_with(start: Path) -
             "trainer.lora.targets: no layer is called q_projection; linear ones are down_proj",
         ),
         ({"targets": ["embed_tokens"]}, "trainer.lora.targets: model.embed_tokens is a Embedding"),
+        ({"targets": ["*.layers.7.*"]}, r"trainer.lora.targets: no layer is called \*.layers.7.\*; linear ones are"),
+        ({"targets": ["*norm"]}, r"trainer.lora.targets: no linear layer is called \*norm"),
+        ({"exclude": ["q_projection"]}, "trainer.lora.exclude: no layer is called q_projection"),
+        ({"targets": ["q_proj"], "exclude": ["*.self_attn.*"]}, "trainer.lora.exclude: nothing is left"),
         ({"start": "nowhere"}, "trainer.lora: cannot read nowhere/adapter_config.json"),
     ],
 )
