@@ -9,6 +9,11 @@ def check_reference(config: Any) -> None:
     """Raises `ValueError` where it cannot."""
     every, saved = config.reference.refresh_every, config.trainer.checkpoint.every
     if not every:
+        if config.reference.mix < 1:
+            raise ValueError(
+                f"reference.mix={config.reference.mix:g}: nothing is mixed where the reference stays as it is; set "
+                "reference.refresh_every, e.g. a multiple of trainer.checkpoint.every, or leave it out"
+            )
         return
     key = f"reference.refresh_every={every}"
     if not config.with_reference:

@@ -49,6 +49,8 @@ def look(config: Config, report: Report) -> None:
             _find(path, key)
             if policy:
                 check_vocabulary(policy, path, key)
+            if key == "reference.path" and policy and config.reference.mix < 1:
+                _check_mixes(policy, path)
             if key == "critic.path":
                 _check_whole(path, key)
                 _check_value_head(path, key)
@@ -98,6 +100,21 @@ def _check_own_code(path: str, checkpoints: bool | str) -> None:
                 f"trainer.gradient_checkpointing: {path} has code of its own, and that of {type(model).__name__} has "
                 "no such thing (supports_gradient_checkpointing); set it to false"
             )
+
+
+def _check_mixes(policy: str, path: str) -> None:
+    """Raises `SetupError` where the reference at ``path`` cannot move to the ``policy``."""
+    from penstock.services.modeling.load import empty_model
+
+    ours, its = (
+        {name: list(each.shape) for name, each in empty_model(model, key=key).named_parameters()}
+        for model, key in ((policy, "model.path"), (path, "reference.path"))
+    )
+    if odd := [name for name in ours if ours[name] != its.get(name)]:
+        raise SetupError(
+            f"reference.mix: {odd[0]} is {ours[odd[0]]} in {policy}, and {its.get(odd[0], 'missing')} in {path}, which "
+            "cannot move there; leave out reference.path, or set reference.mix=1.0"
+        )
 
 
 def _check_frozen(path: str, patterns: Sequence[str], stages: int) -> None:

@@ -16,6 +16,7 @@ from penstock.pipeline.resources.trainer_memory import (
     teacher_bytes,
     version_bytes,
 )
+from penstock.protocols.versions import DTYPE_BYTES
 from penstock.services.learning.config import LearnerConfig
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
@@ -90,9 +91,10 @@ class HostNeeds:
         """Of one rollout, reference or critic on a machine, beside `PROCESS_GIB` of each of its processes there; 0 of
         other actors."""
         state = 8 if config.critic.optimizer.type == "muon" else 12  # bytes a parameter, and 4 of its gradient
+        mixed = (config.reference.mix < 1) * 4 / DTYPE_BYTES[config.model.dtype]  # in fp32, while it is made
         held = {
             "rollout": self.received + self.routing + self.asleep(config),
-            "reference": self.reference * (1 + config.run.colocated),
+            "reference": self.reference * (1 + config.run.colocated + mixed),
             "critic": (self.critic * (1 + (state + 4) / state * config.critic.offload) + self.critic_activations)
             / config.critic.nodes,
         }

@@ -37,7 +37,8 @@ def evaluate(console: Console, checkpoint: str, file: Path, overrides: list[str]
     if isinstance(config.model, PretrainedModel):  # its prompts are told as they were when it was trained
         model |= config.model.model_dump(include={"chat_template", "chat_template_kwargs", "trust_remote_code"})
     own = as_overrides({"model": model, "trainer.lora": _adapter(about, path), "trainer.steps": 0})
-    own += [NOTHING_LEARNED, "reference.refresh_every=0", "replay.filter=none", "replay.archive=none"]
+    own += [NOTHING_LEARNED, "reference.refresh_every=0", "reference.mix=1"]
+    own += ["replay.filter=none", "replay.archive=none"]
     own += ["rollout.given.answers=0", "trainer.freeze=[]", "prompts.eval_given=null", "prompts.best_by=null"]
     if getattr(config.rollout.engine, "adapter", "merged") != "merged":
         own.append("rollout.engine.adapter=merged")  # what is published is whole

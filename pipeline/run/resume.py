@@ -20,7 +20,7 @@ FIXED = (
     "model", "prompts.train", "prompts.shuffle", "prompts.curriculum", "prompts.eval", "prompts.eval_given",
     "prompts.eval_size",
     "prompts.eval_sampling", "run.seed", "run.deterministic", "rollout.sampling.n", "rollout.sampling.temperature",
-    "trainer.lora", "trainer.freeze", "trainer.optimizer.type", "critic.optimizer.type", "critic.path",
+    "trainer.lora", "trainer.freeze", "trainer.optimizer.type", "critic.optimizer.type", "critic.path", "reference.mix",
 )  # fmt: skip
 """What a resumed run must have as it began."""
 FOLDERS = ("model.path", "trainer.lora.start", "critic.path")

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.pipeline.config import ConfigError, load
+from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.run.lock import held
-from penstock.services.runtime.checkpoint_folders import path_of, versions
+from penstock.services.runtime.checkpoint_folders import MIXTURES, path_of, versions
 from penstock.services.runtime.lines import each_line, line_of
 
 STEPS = ("metrics.jsonl", "ledger.jsonl", "samples.jsonl", "critic.jsonl", "eval_samples.jsonl")
@@ -37,7 +37,9 @@ def rollback(
     if version not in there:
         has = ", ".join(map(str, there)) or "none"
         raise ConfigError(f"VERSION: {run} has no checkpoint of version {version}; it has {has}")
-    if load(run / "config.yaml").store.url:
+    config = load(run / "config.yaml")
+    _check_reference(run, version, config)
+    if config.store.url:
         raise ConfigError(
             f"RUN: {run} has a store of its own (store.url), which knows of later steps; give it another one when it "
             "goes on, e.g. another number behind the address, and set later checkpoints aside by hand"
@@ -55,9 +57,27 @@ def rollback(
     typer.echo(f"go on: penstock run --resume {run}")
 
 
+def _check_reference(run: Path, version: int, config: Config) -> None:
+    """Raises `ConfigError` where a reference that moves part of the way is not kept as it was at ``version``, nor what
+    it would be made of."""
+    every = config.reference.refresh_every
+    if config.reference.mix == 1:
+        return
+    there = {folder: versions(run / folder) for folder in ("checkpoints", MIXTURES)}
+    made = max((each for each in there[MIXTURES] if each <= version), default=0)
+    if lacking := [
+        due for due in range((made // every + 1) * every, version + 1, every) if due not in there["checkpoints"]
+    ]:
+        has = ", ".join(map(str, there[MIXTURES])) or "none"
+        raise ConfigError(
+            f"VERSION: with reference.mix the reference of version {version} is made of that of {lacking[0]}, which is "
+            f"not kept any more; take a later version: the reference has {has}"
+        )
+
+
 def _later(run: Path, version: int) -> Iterator[Path]:
     """What is set aside as it is."""
-    for folder in (run / "checkpoints", run / "critic" / "checkpoints"):
+    for folder in (run / "checkpoints", run / "critic" / "checkpoints", run / MIXTURES):
         yield from (path_of(folder, later) for later in versions(folder) if later > version)
     yield from (path for path in map(run.joinpath, WHOLE) if path.exists())
     for file in sorted((run / "archive").glob("step-*.msgpack")):

@@ -16,14 +16,15 @@ from penstock.protocols.messages import Checkpointed, Keep
 from penstock.services.learning.checkpoint import Saver
 from penstock.services.learning.model_learner import ModelLearner
 from penstock.services.learning.step_desk import ANSWER_DEADLINE_S, POLL_S
-from penstock.services.runtime import health
+from penstock.services.runtime import checkpoint_folders, health
 
 log = structlog.get_logger()
 
 
 class Saving:
-    """One checkpoint at a time. ``keep_best``: the broker says which
-    of the old ones stay; so does the newest whose version is a multiple of ``landmark``."""
+    """One checkpoint at a time. ``keep_best``: the broker says which of the old ones stay; so does the newest whose
+    version is a multiple of ``landmark``, and, where somebody makes models of each such one in ``followed``, those that
+    are not there yet."""
 
     def __init__(
         self,
@@ -32,9 +33,10 @@ class Saving:
         mailbox: Mailbox,
         keep_best: bool,
         landmark: int = 0,
+        followed: Path | None = None,
     ) -> None:
         self._learner, self._saver, self._mailbox = learner, saver, mailbox
-        self._keep_best, self._landmark = keep_best, landmark
+        self._keep_best, self._landmark, self._followed = keep_best, landmark, followed
         self._written: Future[Path] | None = None
         self._version = 0
 
@@ -71,5 +73,7 @@ class Saving:
         assert isinstance(answer, Keep)
         spared = set(answer.versions if self._keep_best else ())
         if self._landmark:
-            spared.add(self._version // self._landmark * self._landmark)
+            newest = self._version // self._landmark * self._landmark
+            done = max(checkpoint_folders.versions(self._followed), default=0) if self._followed else newest
+            spared |= {newest, *range((done // self._landmark + 1) * self._landmark, newest, self._landmark)}
         self._saver.remove_old(spared)

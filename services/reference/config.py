@@ -19,6 +19,11 @@ class ReferenceConfig(Section):
     """Take the policy's own version in the model's place after every so many steps, e.g. ``200`` (Liu et al. 2025,
     ProRL, arXiv:2505.24864): a multiple of `trainer.checkpoint.every`, since it is read from there. Groups that were
     scored before keep what they have; 0: the model stays what it is."""
+    mix: float = Field(1.0, gt=0, le=1)
+    """With `refresh_every`: the policy's share of what the reference then becomes, e.g. ``0.6``; the rest stays as it
+    was, so that it follows the policy as a running mean (TR-DPO, Gorbatovski et al. 2024, arXiv:2404.09656). 1.0: the
+    policy's version takes its place. Of less, the reference's newest models lie in the run's folder, in `reference/`,
+    in float32, and the host has room for one in float32 while it is made."""
     device: str = "auto"
     """Where it computes, e.g. ``cpu`` or ``cuda``; ``auto``: a GPU where there is one."""
     tokens_per_batch: int = Field(8192, ge=1)

@@ -24,8 +24,10 @@ from penstock.services.modeling.packing import by_trajectory, plan_rows
 from penstock.services.modeling.resting import Resting, release
 from penstock.services.modeling.sight import check_shown, give_sight, resting_sight
 from penstock.services.reference.config import ReferenceConfig
+from penstock.services.reference.mixing import mix_up_to
 from penstock.services.runtime import checkpoint_folders, device_turn, health
 from penstock.services.runtime.actor import ActorContext
+from penstock.services.runtime.checkpoint_folders import MIXTURES
 from penstock.services.runtime.device_turn import Guest
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.scorer import Answer, ScorerActor, ScoringTask
@@ -45,6 +47,8 @@ class Reference:
         self._config, self._temperature, self._alone = config, temperature, alone
         self._dtype, self._head_dtype, self._checkpoints, self._version = dtype, head_dtype, checkpoints, 0
         self._quantized = quantized
+        self._mixtures = checkpoints.parent / MIXTURES
+        self._sources = [checkpoints] if config.mix == 1 else [checkpoints, self._mixtures]
         self._begun: int | None = None
         """The version that was due when it began: whoever did not save it then is not blamed."""
         self._device = device_of(config.device, "reference.device")
@@ -108,24 +112,33 @@ class Reference:
             return
         due = step // every * every
         self._begun = due if self._begun is None else self._begun
-        found = [version for version in checkpoint_folders.versions(self._checkpoints) if version % every == 0]
+        there = {version for folder in self._sources for version in checkpoint_folders.versions(folder)}
+        found = sorted(version for version in there if version % every == 0)
         newest = max((version for version in found if version <= due), default=0)
+        if newest < due and self._config.mix < 1:  # others may have gone on, and left it behind
+            newest = min((v for v in checkpoint_folders.versions(self._mixtures) if v > due), default=newest)
         if newest > self._version:
-            path = checkpoint_folders.path_of(self._checkpoints, newest)
             health.beat()
+            version, path = self._become(newest, found)
             # On the host first: the device has room for one, and what cannot be loaded takes nobody's place.
             newer = self._load(str(path), torch.device("cpu"), "reference.refresh_every")
             self._model = None
             self._resting.forget()
             release(self._device)
             self._model = newer.to(self._device)
-            self._version = newest
-            log.info("the reference is refreshed", version=newest)
+            self._version = version
+            log.info("the reference is refreshed", version=version)
         elif due - max(self._version, self._begun) > every:
             raise SetupError(
                 f"reference.refresh_every={every}: after {step} steps {self._checkpoints} has no checkpoint of version "
                 f"{due}; the reference must see the run's folder (one file system for all)"
             )
+
+    def _become(self, newest: int, found: list[int]) -> tuple[int, Path]:
+        """The version that it takes, ``newest`` of those that were ``found``, and the folder of what it then is."""
+        if self._config.mix == 1:
+            return newest, checkpoint_folders.path_of(self._checkpoints, newest)
+        return mix_up_to(newest, found, self._checkpoints, self._mixtures, self._path, self._config.mix)
 
     def sleep(self) -> None:
         """Gives its device's memory back."""

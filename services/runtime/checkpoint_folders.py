@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+MIXTURES = "reference"
+"""Beside the checkpoints, where a reference that moves part of the way to the policy keeps what it is
+(`reference.mix`), by the same names."""
 _NAME = re.compile(r"step-(\d{6,})")
 
 

@@ -63,6 +63,8 @@ class TrainerSettings:
     """First steps in which a critic learns, and the policy does not."""
     reference_every: int = 0
     """The reference reads checkpoints of versions that are multiples of it; 0: none."""
+    mixtures: Path | None = None
+    """Where it makes a model of each of them; None: of none."""
     deterministic: bool = False
     profiles: Path = Path("profiles")
     """Where traces of `TrainerConfig.profile_steps` go."""

@@ -30,6 +30,7 @@ from penstock.services.learning.step_desk import ANSWER_DEADLINE_S, StepDesk
 from penstock.services.modeling.precision import LOGPROBS
 from penstock.services.runtime import failpoint
 from penstock.services.runtime.actor import Actor, ActorContext
+from penstock.services.runtime.checkpoint_folders import MIXTURES
 from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer.algorithm_config import CustomFunction
 from penstock.services.trainer.canary import CanaryBound
@@ -58,7 +59,8 @@ class Trainer:
         """The last committed steps, for a broker whose store has lost them."""
         kept = settings.trainer.checkpoint
         saver = checkpoint.Saver(self._learner, rank.tokenizer, settings.checkpoints, kept.keep, kept.keep_every)
-        self._saving = Saving(self._learner, saver, self.actor.mailbox, kept.keep_best, settings.reference_every)
+        followed = (settings.reference_every, settings.mixtures)
+        self._saving = Saving(self._learner, saver, self.actor.mailbox, kept.keep_best, *followed)
         self._desk = StepDesk(self.actor, self._turn, self._world.keep_awake)
         exporter = make_exporter(self._learner, settings)
         clock = self._waiting_clock if self._shift else None
@@ -309,6 +311,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Trainer | WorkerRank:
         head_dtype=config.model.head_dtype,
         critic_warmup=config.critic_warmup,
         reference_every=config.reference.refresh_every,
+        mixtures=context.folder / MIXTURES if config.reference.mix < 1 else None,
         temperature=config.rollout.sampling.temperature,
         routing_replay=config.rollout.sampling.routing_replay,
         run_key=context.run_key,

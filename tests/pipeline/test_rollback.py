@@ -8,13 +8,20 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from penstock.pipeline.cli import app
+from penstock.pipeline.config import dump, load
 from penstock.services.runtime.lines import read_lines
 from tests.e2e.runs import QUICKSTART
 
 
 def test_what_was_later_is_set_aside_and_nothing_else(tmp_path: Path) -> None:
     run = tmp_path / "one"
-    for name in ("checkpoints/step-000005", "checkpoints/step-000010", "critic/checkpoints/step-000011", "redis/aof"):
+    for name in (
+        "checkpoints/step-000005",
+        "checkpoints/step-000010",
+        "critic/checkpoints/step-000011",
+        "redis/aof",
+        "reference/step-000006",
+    ):
         (run / name).mkdir(parents=True)
     (run / "archive").mkdir()
     for step in range(12):
@@ -40,10 +47,26 @@ def test_what_was_later_is_set_aside_and_nothing_else(tmp_path: Path) -> None:
     assert "back at version 5" in told(str(run), "5")
     (aside,) = (run / "set-aside").iterdir()
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-000005"}
-    assert not any((run / name).exists() for name in ("redis", "summary.json", "critic/checkpoints/step-000011"))
+    assert not any(
+        (run / name).exists()
+        for name in ("redis", "summary.json", "critic/checkpoints/step-000011", "reference/step-000006")
+    )
     assert len(list((run / "archive").iterdir())) == 5 and len(list((aside / "archive").iterdir())) == 7
     assert [row["step"] for row in read_lines(run / "ledger.jsonl")] == list(range(5))
     assert [row["step"] for row in read_lines(run / "metrics.jsonl")] == [*range(5), 5]
     assert len(read_lines(run / "critic.jsonl")) == 5
     assert [row["step"] for row in read_lines(run / "eval_samples.jsonl")] == [0, 5]
     assert all(read_lines(aside / name) == lines for name, lines in rows.items())
+
+
+def test_a_reference_that_has_moved_on_for_ever_is_told_of(tmp_path: Path) -> None:
+    for name in ("checkpoints/step-000005", "checkpoints/step-000010", "reference/step-000010"):
+        (tmp_path / name).mkdir(parents=True)
+    checkpoints = "trainer.checkpoint={every: 5, keep_every: 5}"
+    given = ["trainer.algorithm.kl.coefficient=0.1", "reference.mix=0.5", "reference.refresh_every=5", checkpoints]
+    (tmp_path / "config.yaml").write_text(dump(load(QUICKSTART, given)))
+    assert CliRunner().invoke(app, ["rollback", str(tmp_path), "5"]).exit_code == 0, "it is made again of 5 alone"
+    (tmp_path / "checkpoints" / "step-000010").mkdir()
+    (tmp_path / "checkpoints" / "step-000005").rmdir()
+    done = CliRunner().invoke(app, ["rollback", str(tmp_path), "10"])
+    assert "is made of that of 5, which is not kept" in f"{done.output}{done.exception}"

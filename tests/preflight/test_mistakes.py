@@ -564,6 +564,8 @@ MISTAKES = [
       "prompts.eval_every=50", overrides=["trainer.checkpoint.keep_best=true"]),
     m("a best checkpoint of versions that have none", "prompts.eval_every=30 is no multiple of",
       overrides=["trainer.checkpoint.keep_best=true", "prompts.eval={type: sort}", "prompts.eval_every=30"]),
+    m("a reference that is mixed with nothing", "reference.mix=0.5: nothing is mixed where the reference stays",
+      "set reference.refresh_every", overrides=["reference.mix=0.5", "trainer.algorithm.kl.coefficient=0.1"]),
     m("a reference that is refreshed from what is not saved", "reference.refresh_every=30 is no multiple of",
       "trainer.checkpoint.every=50", overrides=["reference.refresh_every=30", "trainer.algorithm.kl.coefficient=0.1"]),
     m("an end without evaluations", "stop_after: nothing is evaluated", overrides=["prompts.stop_after=3"]),

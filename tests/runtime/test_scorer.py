@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from penstock.services.reference.config import ReferenceConfig
 from penstock.services.reference.service import Reference
 from penstock.services.reward.config import RewardConfig
 from penstock.services.reward.service import Reward
+from penstock.services.runtime import checkpoint_folders
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.custom_scorer import CustomScorer, ScorerConfig
 from penstock.services.runtime.scorer import Scorer, ScorerActor, ScoringTask
@@ -194,6 +197,46 @@ def test_a_reference_that_is_refreshed_is_on_its_device_once(tmp_path: Path, mon
     with pytest.raises(ModelError, match=r"reference\.refresh_every: cannot load the model in .*step-000004"):
         reference._refresh(4)
     assert reference._model is serves and reference.gauges() == {"reference_version": 2.0}
+
+
+def test_a_reference_that_is_mixed_is_the_same_whoever_makes_it(tmp_path: Path) -> None:
+    """Of every version that is due, in turn: also where a process begins anew, or looks for the first time in a
+    while, and where checkpoints of those that are mixed are gone."""
+    torch.manual_seed(0)
+    checkpoints, models = tmp_path / "checkpoints", {}
+    for version in (0, 2, 4, 6):
+        models[version] = Qwen3ForCausalLM(Qwen3Config(**TINY))
+        models[version].save_pretrained(checkpoint_folders.path_of(checkpoints, version) if version else tmp_path / "0")
+    config = ReferenceConfig(device="cpu", refresh_every=2, mix=0.25)
+
+    def begin(run: Path = tmp_path) -> Reference:
+        return Reference(config, str(tmp_path / "0"), "float32", 1.0, False, run / "checkpoints")
+
+    def weight(model: Any) -> torch.Tensor:
+        found: torch.Tensor = model.get_parameter("model.layers.1.mlp.up_proj.weight").detach()
+        return found
+
+    wanted = {0: weight(models[0])}
+    for version in (2, 4, 6):
+        wanted[version] = wanted[version - 2].lerp(weight(models[version]), 0.25)
+    shutil.copytree(checkpoints, tmp_path / "late" / "checkpoints")
+    (late := begin(tmp_path / "late"))._refresh(6)
+    assert torch.equal(weight(late._model), wanted[6])
+    one, behind = begin(), begin()
+    for step, version in ((1, 0), (3, 2), (4, 4)):
+        one._refresh(step)
+        assert torch.equal(weight(one._model), wanted[version]) and one.gauges()["reference_version"] == version
+    assert not torch.equal(wanted[4], wanted[2]) and not torch.equal(wanted[4], weight(models[4]))
+    shutil.rmtree(checkpoints / "step-000002")
+    shutil.rmtree(checkpoints / "step-000004")
+    again = begin()
+    again._refresh(5)
+    assert torch.equal(weight(again._model), wanted[4])
+    again._refresh(6)
+    assert torch.equal(weight(again._model), wanted[6])
+    assert checkpoint_folders.versions(tmp_path / "reference") == [4, 6]
+    behind._refresh(2)
+    assert torch.equal(weight(behind._model), wanted[4]), "the others have left 2 behind"
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from penstock.protocols.columns import Column, ColumnTable
 from penstock.protocols.experience import as_bytes
-from penstock.protocols.messages import Batch, TakenGroup
+from penstock.protocols.messages import Batch, Keep, TakenGroup
 from penstock.protocols.packed_groups import pack_group
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import BatchError, open_batch
+from penstock.services.learning.saving import Saving
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime import checkpoint_folders
@@ -102,6 +103,25 @@ def test_only_the_newest_are_kept_and_a_torn_one_is_never_seen(tmp_path: Path) -
 
 
 TABLE = ColumnTable(columns=(Column(name="reward", scorer="reward", nullable=True),))
+
+
+def test_what_a_reference_has_yet_to_move_to_stays(tmp_path: Path) -> None:
+    class Mailbox:
+        def ask(self, message: object, deadline: float) -> Keep:
+            return Keep(versions=[])
+
+    learner, left = a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY))), []
+    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path / "checkpoints", keep=1)
+    saving = Saving(learner, saver, Mailbox(), False, 2, tmp_path / "reference")  # type: ignore[arg-type]
+    for version in range(1, 8):
+        learner.version = version
+        saving.begin()
+        saving.finish(final=False)
+        left.append(checkpoint_folders.versions(tmp_path / "checkpoints"))
+        if version == 5:
+            (tmp_path / "reference" / "step-000004").mkdir(parents=True)
+    saving.close()
+    assert left == [[1], [2], [2, 3], [2, 4], [2, 4, 5], [6], [6, 7]]
 
 
 def test_a_batch_that_breaks_the_bound_is_refused() -> None:
