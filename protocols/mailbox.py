@@ -143,6 +143,9 @@ class Mailbox:
         self.handlers: dict[type[Message], Callable[[Any], None]] = {}
         """Messages of these types go to a handler, in the mailbox's thread, and not to the inbox: it must return at
         once."""
+        self.waits_along = False
+        """What it has asked for waits as long as the broker says that it waits itself; not of whoever looks after the
+        store, or only looks on."""
         self.fenced: FencedError | None = None
         self.heard_at = time.monotonic()
         """When the broker last sent anything, on the monotonic clock."""
@@ -159,8 +162,8 @@ class Mailbox:
         self._thread.start()
 
     def ask(self, message: Message, deadline_s: float) -> Message:
-        """Sends ``message`` and waits for its answer: ``deadline_s``, and as long as the broker says that it waits for
-        its store. Raises `DeadlineError`, `RefusedError` or `FencedError`."""
+        """Sends ``message`` and waits for its answer: ``deadline_s``, or longer (`waits_along`). Raises `DeadlineError`,
+        `RefusedError` or `FencedError`."""
         asked = self.ask_later(message, deadline_s)
         request: _Request = asked.penstock_request  # type: ignore[attr-defined]
         while (left := request.deadline + LATE_S - time.monotonic()) > 0 and not asked.done():
@@ -303,7 +306,7 @@ class Mailbox:
         if isinstance(message, HeartbeatAck):
             return True
         if isinstance(message, Waits):
-            for request in waiting.values():
+            for request in waiting.values() if self.waits_along else ():
                 request.deadline = max(request.deadline, self.heard_at + WAITS_S)
             return True
         if isinstance(message, Fenced):

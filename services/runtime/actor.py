@@ -93,6 +93,7 @@ class Actor:
     def __init__(self, kind: str, context: ActorContext) -> None:
         self.kind, self.context = kind, context
         self.mailbox = Mailbox(context.broker, incarnation_of(context.name), context.keys)
+        self.mailbox.waits_along = True
         self.gauges: dict[str, float] = {}
         self.measure: Callable[[], dict[str, float]] = dict
         """Gauges that are read at each beat, in the mailbox's thread."""

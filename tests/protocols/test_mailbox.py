@@ -365,6 +365,9 @@ def test_time_in_which_the_broker_waits_for_its_store_is_nobodys(
         return Ack() if passed > 1.5 else Waits() if passed < 1.2 else None
 
     broker.answer = answer
+    with pytest.raises(DeadlineError):  # whoever looks after the store must not wait for it
+        box.ask(Take(step=0), 0.2)
+    box.waits_along = True
     assert box.ask(Take(step=1), 0.3) == Ack() and time.monotonic() - began > 1.4
     broker.answer = lambda *_: None
     with pytest.raises(DeadlineError, match="Take: no answer"):
