@@ -162,8 +162,8 @@ class Mailbox:
         self._thread.start()
 
     def ask(self, message: Message, deadline_s: float) -> Message:
-        """Sends ``message`` and waits for its answer: ``deadline_s``, or longer (`waits_along`). Raises `DeadlineError`,
-        `RefusedError` or `FencedError`."""
+        """Sends ``message`` and waits for its answer: ``deadline_s``, or longer (`waits_along`). Raises
+        `DeadlineError`, `RefusedError` or `FencedError`."""
         asked = self.ask_later(message, deadline_s)
         request: _Request = asked.penstock_request  # type: ignore[attr-defined]
         while (left := request.deadline + LATE_S - time.monotonic()) > 0 and not asked.done():
