@@ -203,6 +203,8 @@ class PublishState:
         peer.loading, self._broken = None, True
         peer.failures += 1
         peer.again_at = now + min(peer.pause_s, self._patience_s(peer.slowest_s))
+        if peer.transport == "shm" and peer.failures > 1:  # it may not see the trainer's memory any more
+            peer.transport, peer.invite_at = None, peer.again_at
         return True
 
     def broken(self) -> None:

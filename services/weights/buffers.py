@@ -89,6 +89,14 @@ class HostBuffer:
         """Of its file, by which the same memory is known under every path."""
         return os.fstat(self._file).st_ino
 
+    @property
+    def is_named(self) -> bool:
+        """A segment whose name still leads to it: whoever cleans up the memory file system may take it."""
+        try:
+            return bool(self.name) and (directory() / self.name).stat().st_ino == self.inode
+        except FileNotFoundError:
+            return False
+
     def unlink(self) -> None:
         """Removes a segment's name; the memory goes when the last mapping does."""
         if self.name:
@@ -155,6 +163,7 @@ class BufferPool:
     def take(self, nbytes: int, keep: Sequence[HostBuffer | MappedBuffer], version: int = 0) -> HostBuffer:
         """One to fill with ``version``, that nobody holds and that is not in ``keep``: a new one where there is none.
         Of spare ones only segments stay, the latest `SEGMENTS` of them. Raises `SetupError` where there is no room."""
+        self._buffers = [b for b in self._buffers if not b.name or b.is_named]
         free = (b for b in self._buffers if b not in keep and b.tensor.numel() == nbytes and b.begin(version))
         taken = next(free, None)
         if taken is None:

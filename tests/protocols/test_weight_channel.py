@@ -342,6 +342,15 @@ def test_a_rollout_may_fail_for_ever(way: str) -> None:
             sender.reached(name, "gloo")
 
 
+def test_who_fails_by_shared_memory_again_is_asked_anew_how_it_is_reached() -> None:
+    sender = ready("a")
+    sender.peers["a"].transport = "shm"
+    for now in (0.0, 10.0):
+        assert sender.invitations(now) == []
+        assert sender.failed("a", sender.open(1, now).number, 1, now)
+    assert sender.invitations(20.0) == ["a"] and sender.reached("a", "gloo")
+
+
 def test_whose_groups_do_not_meet_asks_by_itself_and_is_tried_again_ever_more_rarely() -> None:
     sender, now, tried = ready("ab"), 0.0, []
     for version in range(2000):

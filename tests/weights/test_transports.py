@@ -215,6 +215,30 @@ def test_segments_do_not_pile_up(shared: Channel) -> None:
     assert not [p for p in shared_memory.directory().glob(mine) if "probe" not in p.name]
 
 
+def test_names_in_shared_memory_that_vanish_cost_nobody_a_version(shared: Channel) -> None:
+    """Whoever cleans up takes them: logind (RemoveIPC), or somebody's rm. Another start of the run does not."""
+    rollout = shared.join()
+    shared.publish(0)
+    rollout.wait(0)
+    shared.settled()
+    mine = f"{shared_memory._prefix(shared.run_key)}*"
+    before = set(shared_memory.directory().glob(mine))
+    shared_memory.remove_leftovers(shared.run_key)
+    assert set(shared_memory.directory().glob(mine)) == before, "a run that lives keeps its names"
+    for path in before:
+        path.unlink()
+    late = shared.join()
+    assert same(late.wait(0), 0)
+    for version in range(1, 4):
+        become(shared, version)
+        shared.publish(version)
+        for each in (rollout, late):
+            assert same(each.wait(version), version) and each.loaded[version].transport == "shm"
+    assert not shared.broker.failures
+    shared.publisher.close()
+    assert not list(shared_memory.directory().glob(mine))
+
+
 def test_who_does_not_see_the_nonce_is_not_served_by_shared_memory(
     shared: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -212,6 +212,8 @@ class Publisher:
             )
         invited = self._sender.invitations(now)
         if invited:
+            if self._probe:
+                self._probe.renew()
             probe = self._probe.name if self._probe else ""
             key = as_bytes(self._source.gmac.key)
             self._say(m.Invite(targets=invited, probe=probe, layout=self._source.layout, key=key))
@@ -335,7 +337,7 @@ class Publisher:
             others = [each.on_gpu[0].data_ptr() for each in (self.latest, self._pinned) if each and each.on_gpu]
             snapshot.on_gpu = self._gpu_copies.take(others)
             self._propose(on_gpu, epoch.number, snapshot, snapshot.on_gpu[1])
-        if snapshot.buffer.name and (sharing := epoch.by("shm")):
+        if snapshot.buffer.is_named and (sharing := epoch.by("shm")):
             self._propose(sharing, epoch.number, snapshot, SharedMemoryRoute(segment=snapshot.buffer.name))
         if asking := epoch.by("snapshot"):
             self._propose(asking, epoch.number, snapshot, SnapshotRoute())
@@ -384,7 +386,7 @@ class Publisher:
 
     def _route_alone(self, identity: str, transport: Transport, snapshot: Snapshot) -> Route:
         """How one rollout is served from a version that is all there: from shared memory, where it can."""
-        if snapshot.buffer.name and (transport == "shm" or self._ways.share_memory(identity)):
+        if snapshot.buffer.is_named and (transport == "shm" or self._ways.share_memory(identity)):
             return SharedMemoryRoute(segment=snapshot.buffer.name)
         if transport == "cuda_ipc" and snapshot.on_gpu:
             return snapshot.on_gpu[1]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import secrets
 import tempfile
 from pathlib import Path
 
 PREFIX = "penstock-"
 NONCE_BYTES = 16
+PROBE = "probe-"
 SEGMENTS = 4
 """Segments that have a name at once; where all are in use, the oldest loses its name and lives on with its readers."""
 
@@ -30,18 +33,36 @@ def is_ours(name: str) -> bool:
 
 
 class Probe:
-    """A nonce in a file of its own: who can read it shares this host's memory."""
+    """A nonce in a file of its own: who can read it shares this host's memory. It is locked as long as this process
+    lives, by which the run's segments are known to be in use."""
 
     def __init__(self, run_key: str) -> None:
         self.nonce = secrets.token_hex(NONCE_BYTES)
-        self.name = new_name(run_key, "probe-")
-        self._path = directory() / self.name
-        self._path.touch(0o600, exist_ok=False)
-        self._path.write_text(self.nonce)
+        self.name = new_name(run_key, PROBE)
+        self._path, self._file = directory() / self.name, -1
+        self.renew()
+
+    def renew(self) -> None:
+        """Writes it again where its name is gone: whoever cleans up the memory file system may have taken it."""
+        if self._path.exists():
+            return
+        self._close()
+        # Renamed once it is locked: nobody sees one that is not, and takes it for a dead trainer's.
+        new = self._path.with_name(self.name.replace(PROBE, "new-"))
+        self._file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        os.write(self._file, self.nonce.encode())
+        new.rename(self._path)
 
     def unlink(self) -> None:
         """Removes it."""
         self._path.unlink(missing_ok=True)
+        self._close()
+
+    def _close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
 
 
 def read_probe(name: str) -> str:
@@ -55,9 +76,22 @@ def read_probe(name: str) -> str:
 
 
 def remove_leftovers(run_key: str) -> None:
-    """Removes the segments that a dead trainer of this run has left."""
-    for path in directory().glob(f"{_prefix(run_key)}*"):
-        path.unlink(missing_ok=True)
+    """Removes the segments that a dead trainer of this run has left; none while another one of it is at work here."""
+    mine = list(directory().glob(f"{_prefix(run_key)}*"))
+    if not any(PROBE in path.name and _is_held(path) for path in mine):
+        for path in mine:
+            path.unlink(missing_ok=True)
+
+
+def _is_held(probe: Path) -> bool:
+    try:
+        with probe.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return probe.exists()  # another user's, which nobody else may look at
+    return False
 
 
 def _prefix(run_key: str) -> str:
