@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.pipeline.config import Config, ConfigError, PretrainedModel, dump, load
+from penstock.pipeline.config import Config, ConfigError, PretrainedModel, dump, hide_password, load
 from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.config.origin import read as read_origin
 from penstock.pipeline.config.origin import write as write_origin
@@ -78,14 +78,16 @@ def open_folder(config: Config, folder: Path, origin: Origin) -> list[str]:
             f"{'' if reward is None else f', reward {reward:.3f}'}, see "
             f"{folder / 'summary.json'}; raise trainer.steps to go on, or choose another folder for another run"
         )
-    begin(config, folder, origin)
-    return changes(began, config) if began else []
+    copied = begin(config, folder, origin)
+    return [*(changes(began, config) if began else []), *copied]
 
 
-def begin(config: Config, folder: Path, origin: Origin) -> None:
+def begin(config: Config, folder: Path, origin: Origin) -> list[str]:
     """A run starts in ``folder``, or goes on: its config and its origin are written down, each in one piece (others may
-    be reading the one before), and what an earlier start came to is forgotten."""
+    be reading the one before), and what an earlier start came to is forgotten. Returns a line where the folder is a
+    copy. Raises `ConfigError` where a store would take it for the run that it is a copy of."""
     own = folder / "config.yaml"
+    copied = _settle(config, folder)
     began = read_origin(folder)
     if began and Path(origin.file) == own.resolve():  # its own copy says nothing of where it is from
         origin = replace(origin, file=began.file, started_in=began.started_in)
@@ -96,6 +98,35 @@ def begin(config: Config, folder: Path, origin: Origin) -> None:
         (folder / name).unlink(missing_ok=True)
     device_turn.forget_turns(folder)
     crashes.forget(folder)
+    return copied
+
+
+def _settle(config: Config, folder: Path) -> list[str]:
+    """Writes down where the run lies. One that was moved is the same run; a copy of one that is there yet is another,
+    and gets a mark of its own beside the key that they share, by which the digests of its versions are made."""
+    file, own = folder / "run.place", folder / "config.yaml"
+    before = Path(file.read_text()) if file.is_file() else folder
+    copied: list[str] = []
+    if _is_copy(folder, before):
+        url = hide_password(config.store.url or "")
+        if url and url == hide_password(load(own).store.url or ""):
+            raise ConfigError(
+                f"store.url: {url}: {folder} is a copy of {before}, and this store would take one for the other; give "
+                f"another one, or remove run.name and run.key in {folder}"
+            )
+        write_whole(folder / "run.copy", secrets.token_hex(16))
+        copied = [f"a copy of {before}: to trackers it is a run of its own from now on"]
+    write_whole(file, str(folder.resolve()))
+    return copied
+
+
+def _is_copy(folder: Path, before: Path) -> bool:
+    """What was written in ``folder`` when it was ``before`` lies there yet, too."""
+    mine, other = folder / "run.key", before / "run.key"
+    try:
+        return mine.read_text() == other.read_text() and not folder.samefile(before)
+    except OSError:
+        return False
 
 
 def model_path(config: Config, folder: Path) -> str:

@@ -172,7 +172,8 @@ def _show(config: Config, report: Report, changed: list[str]) -> int:
 def _run(
     console: Console, config: Config, origin: Origin, folder: Path, show: Show, programs: Programs, looked_s: float
 ) -> int:
-    begin(config, folder, origin)
+    for line in begin(config, folder, origin):
+        console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
     address_file(folder).unlink(missing_ok=True)  # of a broker that is no more
     console.print(f"run folder: {folder}", highlight=False, markup=False, soft_wrap=True)
     if config.gateway.count and not any(program.of_run for program in config.programs.values()):

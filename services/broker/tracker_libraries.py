@@ -27,9 +27,10 @@ TEXTS = ("prompt", "response")
 
 
 def run_id(folder: Path) -> str:
-    """The same for the run's whole life: who resumes goes on with the same curves."""
-    key, name = folder / "run.key", folder / "run.name"
+    """The same for the run's whole life: who resumes goes on with the same curves. A copy of its folder has others."""
+    key, name, copy = folder / "run.key", folder / "run.name", folder / "run.copy"
     own = key.read_text() if key.is_file() else str(folder.resolve())
+    own += copy.read_text() if copy.is_file() else ""
     called = name.read_text() if name.is_file() else folder.name
     return f"{called}-{hashlib.sha256(own.encode()).hexdigest()[:8]}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from penstock.pipeline.config import Config, ConfigError, dump, load
 from penstock.pipeline.config.origin import Origin, read, write
 from penstock.pipeline.run import folder as run_folder
 from penstock.pipeline.run.data_rows import changed_rows
-from penstock.pipeline.run.folder import begin, is_live, named, run_name
+from penstock.pipeline.run.folder import begin, is_live, named, run_key, run_name
 from penstock.pipeline.run.lock import held, holder
 from penstock.pipeline.run.resume import check_fixed, complete, how_to_go_on, resumed
 from penstock.pipeline.run.start import start
@@ -222,6 +223,27 @@ def test_its_name_stays_whatever_its_folder_is_called(folder: Path) -> None:
     assert own.startswith("first-") and run_id(latest) == own, "trackers go on with their curves"
     (moved / "run.name").unlink()  # of a run that began before there was one
     assert run_name(latest) == "second"
+
+
+def test_a_copy_is_another_run_to_trackers_and_refused_by_a_store_that_both_reach(folder: Path) -> None:
+    config, origin, _ = resumed(folder, None, [])
+    run_key(folder)
+    assert begin(config, folder, origin) == [] and begin(config, folder, origin) == []
+    copy = folder.with_name("copy")
+    shutil.copytree(folder, copy)
+    (line,) = begin(config, copy, origin)
+    assert str(folder) in line and run_key(copy) == run_key(folder), "by which versions have their digests"
+    assert run_id(copy) != run_id(folder)
+    own = run_id(copy)
+    assert begin(config, copy, origin) == [] and run_id(copy) == own
+    stored = load(folder.parents[1] / "run.yaml", ["store.url=redis://host:1/0"])
+    begin(stored, folder, origin)
+    shutil.copytree(folder, folder.with_name("other"))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"store\.url: .*remove run\.name and run\.key"):
+            begin(stored, folder.with_name("other"), origin)
+    elsewhere = load(folder.parents[1] / "run.yaml", ["store.url=redis://host:1/1"])
+    assert begin(elsewhere, folder.with_name("other"), origin)
 
 
 @pytest.mark.parametrize("preset", ["dapo", "dr_grpo", "gspo", "rloo", "gpg"])
