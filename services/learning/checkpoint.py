@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import copy
 import json
+import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +23,7 @@ from typing import Any, TypeVar
 import structlog
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, consolidate_safetensors_files
 from torch.distributed.tensor import DTensor
 
@@ -51,7 +54,7 @@ AVERAGE = "average"
 OPTIMIZER, STATE = "optimizer", "state.json"
 SHARDED = "sharded"
 """Where the ranks' parts of the weights are, until they are joined."""
-_PARTIAL = ".{}.partial"
+_PARTIAL, _REMOVED = ".{}.partial", ".removed-"
 
 
 class CheckpointError(SetupError):
@@ -70,6 +73,11 @@ class _Staged:
     ledger: list[dict[str, Any]]
     state: dict[str, float]
 
+    @property
+    def nbytes(self) -> int:
+        """Of this rank's tensors."""
+        return sum(local(value).nbytes for value in (*self.weights.values(), *self.optimizer.values()))
+
 
 class Saver:
     """Saves versions of ``learner`` below ``folder``, one at a time; the newest ``keep`` stay, and the multiples of
@@ -83,6 +91,7 @@ class Saver:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._last: Future[Path] | None = None
         self._pages: dict[str, torch.Tensor] = {}
+        self._told = False
 
     def begin(self, ledger_tail: Sequence[dict[str, Any]] = ()) -> Future[Path]:
         """Stages the learner's version, and writes it while training goes on. Waits for the save before, where that is
@@ -93,7 +102,7 @@ class Saver:
         learner, target = self._learner, path_of(self._folder, self._learner.version)
         there = target.exists()
         if learner.world.rank == 0 and not there:  # before anybody else looks into it
-            shutil.rmtree(_aside(target), ignore_errors=True)
+            _discard(_aside(target))
             (_aside(target) / "trainer").mkdir(parents=True)
         if learner.world.share(b"is there" if there else b"") == b"is there":  # rank 0 says so for all
             done: Future[Path] = Future()
@@ -104,13 +113,19 @@ class Saver:
         return self._last
 
     def remove_old(self, spared: Collection[int] = ()) -> None:
-        """All but the newest ones, and those of the ``spared`` versions."""
+        """All but the newest ones, and those of the ``spared`` versions. What cannot be removed now, since somebody on
+        NFS has it open, say, is tried again with the next."""
+        kept: list[str] = []
         for old in versions(self._folder)[: -self._keep]:
             if old not in spared and not (self._keep_every and old % self._keep_every == 0):
-                aside = _aside(path_of(self._folder, old))  # one that has its name is whole, to the last
-                shutil.rmtree(aside, ignore_errors=True)
-                path_of(self._folder, old).rename(aside)
-                shutil.rmtree(aside)
+                try:
+                    _discard(path_of(self._folder, old))
+                except OSError as error:
+                    kept.append(str(error.filename))
+        left = kept + _sweep(self._folder)
+        if left and not self._told:
+            log.warning("old checkpoints cannot be removed; they are tried again with each new one", left=left[:4])
+        self._told = bool(left)
 
     def forget_above(self, version: int) -> None:
         """Those of later versions, which others will be called."""
@@ -128,6 +143,21 @@ class Saver:
         self._writer.shutdown()
 
     def _write(self, staged: _Staged, target: Path) -> Path:
+        try:
+            return self._write_all(staged, target)
+        except (OSError, CheckpointException) as error:
+            if self._learner.world.rank == 0:  # what is there of it may be what fills the disk
+                with suppress(OSError):
+                    _discard(_aside(target))
+            failures = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
+            for failed, _ in failures:
+                if isinstance(failed, OSError):
+                    room, free = staged.nbytes / 2**30, shutil.disk_usage(self._folder).free / 2**30
+                    said = f"{failed.strerror}: this rank's part of a checkpoint takes {room:.3g} GiB, and {free:.3g} "
+                    raise OSError(failed.errno, f"{said}GiB are free on the disk of", str(target)) from error
+            raise
+
+    def _write_all(self, staged: _Staged, target: Path) -> Path:
         world, aside = self._learner.world, _aside(target)
         cut = world.size > 1
         together = {"process_group": world.save_group, "no_dist": not cut}
@@ -186,7 +216,25 @@ def _aside(target: Path) -> Path:
 def remove_partial(folder: Path) -> None:
     """Removes what a trainer that died while it saved has left."""
     for path in folder.glob(_PARTIAL.format("step-*")):
+        _discard(path)
+    _sweep(folder)
+
+
+def _discard(path: Path) -> None:
+    """Removes it, if it is there. It loses its name first: a trainer that still writes there makes nothing torn of it.
+    Raises `OSError` where it keeps its name."""
+    with suppress(FileNotFoundError):
+        path.rename(path.with_name(f"{_REMOVED}{secrets.token_hex(4)}-{path.name}"))
+    _sweep(path.parent)
+
+
+def _sweep(folder: Path) -> list[str]:
+    """Removes what has lost its name; returns what stays of it."""
+    left: list[str] = []
+    for path in folder.glob(f"{_REMOVED}*"):
         shutil.rmtree(path, ignore_errors=True)
+        left += [str(path)] if path.exists() else []
+    return left
 
 
 def agreed(folder: Path, world: World) -> Path | None:

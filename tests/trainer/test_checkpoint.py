@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from structlog.testing import CapturingLogger
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from penstock.protocols.columns import Column, ColumnTable
@@ -100,6 +103,41 @@ def test_only_the_newest_are_kept_and_a_torn_one_is_never_seen(tmp_path: Path) -
     assert checkpoint_folders.versions(tmp_path) == [4, 8, 9]
     (tmp_path / ".step-000011.partial").mkdir()
     assert checkpoint_folders.latest(tmp_path) == tmp_path / "step-000009"
+
+
+def test_what_cannot_be_removed_ends_nobody_and_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(path: Path, ignore_errors: bool = False) -> None:
+        """As NFS has it where somebody reads a file."""
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    torch.manual_seed(0)
+    learner = a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY)))
+    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path, keep=1)
+    said = CapturingLogger()
+    monkeypatch.setattr(checkpoint, "log", said)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.shutil, "rmtree", busy)
+        for learner.version in (1, 2, 3):
+            saver.begin().result()
+            saver.remove_old()
+    assert [call.method_name for call in said.calls if "cannot be removed" in call.args[0]] == ["warning"], "once"
+    assert checkpoint_folders.versions(tmp_path) == [3] and len(list(tmp_path.iterdir())) == 3
+    saver.remove_old()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
+
+
+def test_a_disk_that_is_full_is_told_of_and_left_as_it_was(tmp_path: Path) -> None:
+    learner = a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY)))
+    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path, keep=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # a file that grows larger fails likewise
+    try:
+        with pytest.raises(OSError, match=r"a checkpoint takes 0\.0.* GiB, and .* GiB are free"):
+            saver.begin().result()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 TABLE = ColumnTable(columns=(Column(name="reward", scorer="reward", nullable=True),))
