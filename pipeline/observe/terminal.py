@@ -177,7 +177,8 @@ class View:
 
 def _failing(state: dict[str, Any]) -> list[str]:
     """``reward my_module:judge: 12 of 40 calls failed: 12 timed out``"""
-    return [f"{said['source']}: {said['words']}" for said in state["rewards"].values() if said["failed"]]
+    rewards = [f"{said['source']}: {said['words']}" for said in state["rewards"].values() if said["failed"]]
+    return rewards + [f"tracker {name}: {words}" for name, words in state.get("trackers", {}).items()]
 
 
 def learned(metrics: dict[str, Any]) -> tuple[str, str]:

@@ -17,7 +17,11 @@ OFTEN = 0.05
 def findings(state: dict[str, Any], steps: Rows, drops: Rows) -> list[str]:
     """A sentence each, the gravest first: ``state`` is `protocols.messages.Status`, ``steps`` the rows of the steps,
     ``drops`` those of the dropped groups."""
-    return [*_learned(state, steps), *_rewards(state), *_prompts(state, drops), *_answers(state, steps)]
+    trackers = [
+        f"run.trackers: {name} failed to the end ({words}); metrics.jsonl has what it lacks"
+        for name, words in state.get("trackers", {}).items()
+    ]
+    return [*_learned(state, steps), *_rewards(state), *_prompts(state, drops), *_answers(state, steps), *trackers]
 
 
 def _learned(state: dict[str, Any], steps: Rows) -> Iterator[str]:

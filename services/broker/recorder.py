@@ -80,6 +80,11 @@ class Recorder:
         """Some of a step, for trackers alone (`Trackers.table`)."""
         self._trackers.table(step, size, make)
 
+    @property
+    def failing_trackers(self) -> dict[str, str]:
+        """See `Trackers.failing`."""
+        return self._trackers.failing
+
     def actors(self, members: dict[str, dict[str, Any]], queues: dict[str, int], lost: dict[str, float]) -> None:
         """One line a beat: what every actor does, how deep the queues are, and who is lost."""
         self._beats.write(members, queues, lost)

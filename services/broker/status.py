@@ -151,6 +151,7 @@ def live_state(state: BrokerState) -> dict[str, Any]:
         "evaluation_parts": dict(state.evaluation.parts),
         "eval_losses": {str(step): sets for step, sets in state.losses.by_step.items()},
         "rewards": rewards(state),
+        "trackers": state.recorder.failing_trackers,
         "metrics": state.progress.last_metrics,
         "queues": queues(state),
         "members": members,

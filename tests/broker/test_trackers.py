@@ -198,12 +198,14 @@ def test_a_class_of_the_users_own_is_a_tracker(folder: Path, tmp_path: Path, mon
     assert [row.get("response", row["reward"]) for row in written if row.get("group") != 1] == [
         0.0, "answer of step 0", 0.25, "answer of step 1", 0.5, "answer of step 2",
     ]  # fmt: skip
-    said = {call.kwargs["tracker"]: call.kwargs["error"] for call in warned.calls}
+    said = {call.kwargs["tracker"]: call.kwargs["error"] for call in warned.calls if "error" in call.kwargs}
     line = (tmp_path / "my_trackers.py").read_text().splitlines().index("            raise KeyError(step)") + 1
     assert "run.trackers: my_trackers:Breaks.log raised KeyError: 1" in said["my_trackers:Breaks"]
     assert f"my_trackers.py, line {line})" in said["my_trackers:Breaks"]
     assert "has no 'Absent'" in said["my_trackers:Absent"]
-    assert len(warned.calls) == 2, "each is given up once, and alone"
+    lacks = {call.kwargs["tracker"]: call.kwargs["rows"] for call in warned.calls if "rows" in call.kwargs}
+    assert lacks == {"my_trackers:Breaks": 2, "my_trackers:Absent": 3}
+    assert len(warned.calls) == 4, "each is told of once, and alone"
 
 
 class Static:
@@ -236,19 +238,59 @@ class Slow:
         pass
 
     def table(self, name: str, columns: Any, rows: Any) -> None:
-        raise AssertionError("it was given up")
+        raise AssertionError("it fails")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         Slow.started.set()
         Slow.go_on.wait(60)
         raise SystemExit("no key")
 
-    def close(self, error: str | None) -> None:
-        raise AssertionError("it was given up")
+    def close(self, error: str | None) -> None: ...
+
+
+class Outage:
+    """Down for a while, and takes no row of step 3 and no table."""
+
+    down = True
+    made, said = 0, list[int]()
+
+    def __init__(self, _folder: Path, _project: str, _config: Mapping[str, Any]) -> None:
+        Outage.made += 1
+
+    def table(self, name: str, columns: Any, rows: Any) -> None:
+        raise TypeError("no tables here")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if Outage.down or step == 3:
+            raise ConnectionError("no network")
+        Outage.said.append(step)
+
+    def close(self, error: str | None) -> None: ...
+
+
+def test_a_tracker_that_was_down_has_what_it_missed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(trackers.MAKERS, "wandb", Outage)
+    for name in ("FIRST_PAUSE_S", "PAUSE_S", "POLL_S"):
+        monkeypatch.setattr(trackers, name, 0.02)
+    made = Trackers(["wandb"], folder, "sorting", CONFIG)
+    for step in range(6):
+        made.log({"step": step, "reward": 1.0})
+    deadline = time.monotonic() + 30
+    while Outage.made < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert made.failing == {"wandb": "ConnectionError: no network; 6 rows wait for it"}
+    Outage.down = False
+    while made.failing and time.monotonic() < deadline:
+        time.sleep(0.01)
+    made.table(6, 1000, partial(table, 6))
+    made.log({"step": 7, "reward": 1.0})
+    made.close()
+    assert Outage.said == [0, 1, 2, 4, 5, 7] and not made.failing
 
 
 def test_nobody_waits_for_a_tracker_that_is_slow_or_breaks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(trackers.MAKERS, "wandb", Slow)
+    monkeypatch.setattr(trackers, "WAITING", 200)
     made = Trackers(["wandb", "tensorboard"], folder, "sorting", CONFIG)
     made.log(ROWS[0])
     assert Slow.started.wait(60)
