@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,8 +14,18 @@ from penstock.pipeline.resources.shares import too_much
 from penstock.services.modeling.families import LINEAR, keeps_state
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime.errors import SetupError
-from penstock.services.runtime.gpus import chosen_gpus, cpu_only_reason, nccl_conflict, visible_gpus, vllm_lacks_gpu
+from penstock.services.runtime.gpus import (
+    VISIBLE,
+    Gpu,
+    chosen_gpus,
+    cpu_only_reason,
+    nccl_conflict,
+    visible_gpus,
+    vllm_lacks_gpu,
+)
 
+FREE = 0.8
+"""A GPU of which less is free is used by somebody."""
 KERNELS = [("causal_conv1d", "causal-conv1d"), ("fla", "flash-linear-attention"), ("mamba_ssm", "mamba-ssm")]
 """Modules with kernels for convolutions, linear attention and Mamba, and the packages that they are in."""
 
@@ -23,7 +34,7 @@ def look(config: Config, report: Report) -> None:
     """Adds to ``report`` what is lacking here."""
     try:
         gpus = visible_gpus()
-        reason, sizes = cpu_only_reason(), {name: gpu.total_gib for name, gpu in chosen_gpus().items()}
+        reason, chosen = cpu_only_reason(), chosen_gpus()
     except SetupError as error:
         report.here.append(str(error))
         return
@@ -50,9 +61,22 @@ def look(config: Config, report: Report) -> None:
         )
     if gpus:
         try:
-            report.here += too_much(config, place(config, gpus), sizes)
+            placed = place(config, gpus)
+            report.here += too_much(config, placed, {name: gpu.total_gib for name, gpu in chosen.items()})
+            report.notes += _used(placed, chosen)
         except ConfigError as error:
             report.here.append(str(error))
+
+
+def _used(placed: Mapping[str, str], chosen: Mapping[str, Gpu]) -> list[str]:
+    """GPUs of this run on which somebody computes already."""
+    mine = dict.fromkeys(name for names in placed.values() for name in names.split(","))
+    used = [chosen[name] for name in mine if name in chosen and chosen[name].free_gib < FREE * chosen[name].total_gib]
+    return [
+        f"somebody uses GPU {gpu.index} ({gpu.free_gib:.0f} of {gpu.total_gib:.0f} GiB free), which this run takes; "
+        f"set {VISIBLE} to others"
+        for gpu in used
+    ]
 
 
 def _missing_kernels(data: dict[str, Any] | None) -> list[str]:

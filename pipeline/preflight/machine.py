@@ -26,6 +26,7 @@ from penstock.services.runtime import allowance, registry
 from penstock.services.runtime.address import interface_of, own_address, own_endpoint
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install
+from penstock.services.weights.transports import shared_memory
 from penstock.services.weights.transports.shared_memory import SEGMENTS, directory
 
 LEAST_MIB = 64
@@ -59,7 +60,7 @@ def look(config: Config, folder: Path, report: Report) -> None:
     _look_at_networks(config, folder, report)
     _look_at_store(config, report)
     _look_at_disk(config, folder, report)
-    _look_at_memory(config, report)
+    _look_at_memory(config, folder, report)
     _look_at_limits(config, report)
 
 
@@ -169,18 +170,30 @@ def _bytes_below(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _look_at_memory(config: Config, report: Report) -> None:
+def _look_at_memory(config: Config, folder: Path, report: Report) -> None:
     needs = host_needs(config)
     if needs is None or "trainer" in config.run.elsewhere:
         return
     by_host = config.trainer.offload or config.run.colocated  # nccl sends what lies on a GPU
     other = "" if by_host else ", or set weights.transport=nccl"
     room, memory = shutil.disk_usage(directory()).total / GIB, allowance.memory()[0] / GIB
+    key = folder / "run.key"
+    mine = shared_memory.bytes_of(key.read_text().strip()) if key.is_file() else 0
+    free = (shutil.disk_usage(directory()).free + mine) / GIB
     if needs.shared > room:
         report.here.append(
             f"weights.transport={config.weights.transport}: {SEGMENTS} versions of {needs.version:.1f} GiB must fit "
             f"into {directory()}, which has {room:.0f} GiB; give it more (mount -o "
             f"remount,size={needs.shared + 1:.0f}G {directory()}; docker: --shm-size; compose: PENSTOCK_SHM){other}"
+        )
+    elif needs.shared > free:
+        dead = shared_memory.held_by_nobody()
+        report.here.append(
+            f"weights.transport={config.weights.transport}: {SEGMENTS} versions of {needs.version:.1f} GiB must fit "
+            f"into {directory()}, of which {free:.1f} GiB are free; "
+            + (f"trainers that died have left {sum(dead.values()) / GIB:.1f} GiB: rm {' '.join(dead)}" if dead else "")
+            + ("; or " if dead else "")
+            + f"end who uses it, or give it more{other}"
         )
     if config.store.url is None and (store := store_gib(config)) > memory / 2:
         report.here.append(

@@ -16,6 +16,8 @@ class FakeNvml:
 
     def __init__(self, patch: pytest.MonkeyPatch, gpus: tuple[float, ...], driver: str, cuda: int) -> None:
         self.error: int | None = None
+        self.free = 0.99
+        """The share of each GPU's memory that nobody uses."""
         self.gpus, self.driver, self.cuda = gpus, driver, cuda
         answers: dict[str, Any] = {
             "nvmlInit": lambda: None,
@@ -33,7 +35,7 @@ class FakeNvml:
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def _memory(self, handle: int) -> SimpleNamespace:
-        return SimpleNamespace(total=int(self.gpus[handle] * GIB), free=int(self.gpus[handle] * GIB * 0.99))
+        return SimpleNamespace(total=int(self.gpus[handle] * GIB), free=int(self.gpus[handle] * GIB * self.free))
 
     def _or_error(self, answer: Any) -> Any:
         def called(*arguments: Any) -> Any:

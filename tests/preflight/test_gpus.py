@@ -23,6 +23,7 @@ from penstock.services.runtime import gpus as runtime
 from penstock.services.runtime import registry
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import inventory, nccl_conflict, visible_gpus
+from penstock.services.weights.transports import shared_memory
 from tests import families
 from tests.preflight.nvml import FakeNvml
 
@@ -174,6 +175,19 @@ def test_a_group_of_processes_that_has_too_few_gpus_is_an_error(
         local_device(torch.device("cuda"), "trainer")
 
 
+def test_a_gpu_that_somebody_uses_is_told_of(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml.free = 0.15
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    report = Report()
+    gpus.look(small(), report)
+    (note,) = [note for note in report.notes if "somebody uses" in note]
+    assert note.startswith("somebody uses GPU 1 (12 of 80 GiB free)") and "CUDA_VISIBLE_DEVICES" in note
+    nvml.free = 0.9
+    report = Report()
+    gpus.look(small(), report)
+    assert not [note for note in report.notes if "somebody uses" in note]
+
+
 def test_two_nccls_in_one_folder_are_an_error(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     assert nccl_conflict() is None
     monkeypatch.setattr(runtime, "_is_installed", lambda package: True)
@@ -203,6 +217,32 @@ def test_host_memory_shared_memory_and_disk_are_counted(monkeypatch: pytest.Monk
     report = Report()
     machine.look(load(Path("configs/quickstart.yaml")), Path("runs/first"), report)
     assert "open files: 100 are allowed, this run may need" in "\n".join(report.here)
+
+
+def test_shared_memory_that_is_used_is_no_room_and_leftovers_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory, "directory", lambda: tmp_path)
+    config = load(Path("configs/grpo-0.5b.yaml"))
+    needs = host_needs(config)
+    assert needs
+    usage = SimpleNamespace(total=64 << 30, free=int(needs.shared * 2**30) - 5000)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
+
+    def said() -> str:
+        report = Report()
+        machine._look_at_memory(config, tmp_path, report)
+        return "\n".join(line for line in report.here if "must fit" in line)
+
+    assert "GiB are free; end who uses it" in said()
+    dead, alive = shared_memory.Probe("dead"), shared_memory.Probe("alive")
+    for key in ("dead", "alive"):
+        (tmp_path / shared_memory.new_name(key)).write_bytes(bytes(8192))
+    dead._close()  # as the kernel does with a process that is gone
+    assert said().count("rm ") == 1 and f"rm {tmp_path / dead.name.rpartition('probe-')[0]}*; or end who" in said()
+    (tmp_path / "run.key").write_text("alive")
+    assert not said(), "what is this run's own is there for it"
+    alive.unlink()
 
 
 def test_what_lies_on_the_host_of_an_adapters_trainer_is_counted() -> None:

@@ -83,6 +83,31 @@ def remove_leftovers(run_key: str) -> None:
             path.unlink(missing_ok=True)
 
 
+def bytes_of(run_key: str) -> int:
+    """What the segments of this run take here."""
+    return sum(_bytes(path) for path in directory().glob(f"{_prefix(run_key)}*"))
+
+
+def held_by_nobody() -> dict[str, int]:
+    """What trainers that died have left here, of any run: bytes, by the pattern of their names."""
+    found: dict[str, list[Path]] = {}
+    for path in directory().glob(f"{PREFIX}*-*"):
+        found.setdefault(path.name.rpartition(PROBE)[0] or f"{path.name.rpartition('-')[0]}-", []).append(path)
+    probes = {prefix: [path for path in paths if PROBE in path.name] for prefix, paths in found.items()}
+    return {
+        f"{directory() / prefix}*": sum(map(_bytes, paths))
+        for prefix, paths in found.items()
+        if probes[prefix] and not any(map(_is_held, probes[prefix]))
+    }
+
+
+def _bytes(path: Path) -> int:
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:  # it has just gone
+        return 0
+
+
 def _is_held(probe: Path) -> bool:
     try:
         with probe.open("rb") as file:
