@@ -7,6 +7,7 @@ import secrets
 import tempfile
 import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 from penstock.pipeline.config import Config, ConfigError, PretrainedModel, dump, hide_password, load
@@ -27,13 +28,34 @@ LOOK_S = 3.0
 
 def new_folder(config: Config, config_path: Path) -> Path:
     """Where a new run will lie. Raises `ConfigError` where something is there already."""
-    name = config.run.name or f"{config_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = Path(config.run.folder) / name
+    if not config.run.name:
+        return _free(Path(config.run.folder) / f"{config_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = Path(config.run.folder) / config.run.name
     # Where a start before was told that it cannot work there may be what its programs said.
     if folder.exists() and any(entry.name not in ("logs", LOCK) for entry in folder.iterdir()):
         on = f"go on with it: penstock run --resume {folder}; or " if (folder / "config.yaml").is_file() else ""
         raise ConfigError(f"run.name: {folder} exists and is not empty; {on}choose another name")
     return folder
+
+
+def claim(folder: Path, given: bool) -> Path:
+    """Makes the ``folder`` of a new run. Where its name is not ``given``, other starts of the same second have the same
+    one: who is later has a number behind it. Raises `ConfigError` where it cannot be made."""
+    make_folder(folder.parent, "run.folder")
+    mine = folder
+    while not given:
+        try:
+            mine.mkdir()
+            break
+        except FileExistsError:
+            mine = _free(folder)
+    make_folder(mine, "run.folder")
+    return mine
+
+
+def _free(folder: Path) -> Path:
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+    return folder if not folder.exists() else next(other for other in numbered if not other.exists())
 
 
 def named(folder: Path) -> Path:

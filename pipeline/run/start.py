@@ -24,7 +24,7 @@ from penstock.pipeline.report.console import print_summary
 from penstock.pipeline.resources.choice import choose
 from penstock.pipeline.run.data_rows import changed_rows
 from penstock.pipeline.run.finish import give_up
-from penstock.pipeline.run.folder import address_file, begin, make_folder, new_folder
+from penstock.pipeline.run.folder import address_file, begin, claim, make_folder, new_folder
 from penstock.pipeline.run.launcher import InterruptedRunError, RunError, ends
 from penstock.pipeline.run.launcher import run as launch
 from penstock.pipeline.run.lock import held
@@ -67,6 +67,7 @@ def start(
         # new one that cannot work, but for what its programs say.
         early = bool(resume or config.programs)
         if early and not dry_run:
+            folder = resume or claim(folder, bool(config.run.name))
             stack.enter_context(_taken(folder, wait_s))
         try:
             with _interrupting():
@@ -84,6 +85,7 @@ def start(
             return _show(config, report, changed)
         report.check(elsewhere=False)
         if not early:
+            folder = claim(folder, bool(config.run.name))
             stack.enter_context(_taken(folder, wait_s))
         report.notes += changed_rows(folder, report.sizes)
         _tell(console, report, committed(folder) if resume else None, changed)

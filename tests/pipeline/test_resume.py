@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from penstock.pipeline.config import Config, ConfigError, dump, load
 from penstock.pipeline.config.origin import Origin, read, write
 from penstock.pipeline.run import folder as run_folder
 from penstock.pipeline.run.data_rows import changed_rows
-from penstock.pipeline.run.folder import begin, is_live, named, run_key, run_name
+from penstock.pipeline.run.folder import begin, claim, is_live, named, new_folder, run_key, run_name
 from penstock.pipeline.run.lock import held, holder
 from penstock.pipeline.run.resume import check_fixed, complete, how_to_go_on, resumed
 from penstock.pipeline.run.start import start
@@ -210,6 +211,16 @@ def test_no_password_is_written_down_and_none_is_made_up(folder: Path, override:
     assert "secret" not in (folder / "origin.json").read_text()
     with pytest.raises(ConfigError, match=r"store\.url: .*give it again"):
         resumed(folder, folder.parents[1] / "run.yaml", [])
+
+
+def test_starts_of_one_second_have_a_folder_each(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(FILE)
+    config = load(tmp_path / "run.yaml", [f"run.folder={tmp_path / 'runs'}"])
+    chosen = [new_folder(config, tmp_path / "run.yaml")] * 8
+    with ThreadPoolExecutor(8) as starts:
+        made = list(starts.map(lambda folder: claim(folder, False), chosen))
+    assert sorted(path.name for path in made) == [chosen[0].name, *(f"{chosen[0].name}-{n}" for n in range(2, 9))]
+    assert claim(made[0], True) == made[0], "a name that was given stays"
 
 
 def test_its_name_stays_whatever_its_folder_is_called(folder: Path) -> None:
