@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.pipeline.observe.pace import Pace, clock
+from penstock.pipeline.report.findings import other_store
 
 log = structlog.get_logger()
 
@@ -178,6 +179,7 @@ class View:
 def _failing(state: dict[str, Any]) -> list[str]:
     """``reward my_module:judge: 12 of 40 calls failed: 12 timed out``"""
     rewards = [f"{said['source']}: {said['words']}" for said in state["rewards"].values() if said["failed"]]
+    rewards += other_store(state)
     return rewards + [f"tracker {name}: {words}" for name, words in state.get("trackers", {}).items()]
 
 

@@ -21,7 +21,17 @@ def findings(state: dict[str, Any], steps: Rows, drops: Rows) -> list[str]:
         f"run.trackers: {name} failed to the end ({words}); metrics.jsonl has what it lacks"
         for name, words in state.get("trackers", {}).items()
     ]
-    return [*_learned(state, steps), *_rewards(state), *_prompts(state, drops), *_answers(state, steps), *trackers]
+    learned = [*_learned(state, steps), *other_store(state)]
+    return [*learned, *_rewards(state), *_prompts(state, drops), *_answers(state, steps), *trackers]
+
+
+def other_store(state: dict[str, Any]) -> Iterator[str]:
+    """A sentence where the run went on in a store that did not know it."""
+    if done := state["totals"].get("not_in_store"):
+        yield (
+            f"store.url: the store knew nothing of the {done} steps that were done when the run went on: it was "
+            "emptied, or is another one; what waited there is generated again, and totals and archive begin anew"
+        )
 
 
 def _learned(state: dict[str, Any], steps: Rows) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -17,6 +18,8 @@ from penstock.services.broker.status import ledger_state, live_state, stall_reas
 from penstock.services.broker.tally import Tally
 from penstock.services.runtime import failpoint, health
 from penstock.services.runtime.address import reached_endpoint
+from penstock.services.runtime.checkpoint_folders import versions
+from penstock.services.runtime.lines import each_line
 
 log = structlog.get_logger()
 
@@ -60,6 +63,9 @@ class Broker:
         rows = state.store.rows("broker")
         if not rows:
             best_version.recall(state)
+            if steps := _done_before(state.settings.folder):
+                progress.totals["not_in_store"] = steps
+                log.error("the store knows nothing of this run, which goes on all the same", steps=steps)
             return
         row = rows["all"]
         progress.totals |= row["totals"]
@@ -326,3 +332,9 @@ class Broker:
         self._alone_since = self._alone_since or now
         watched = self._supervised or not self._met or bool(self._state.members.of_kind("observer"))
         return self._state.progress.observed_end or not watched or now - self._alone_since > LINGER_S
+
+
+def _done_before(folder: Path) -> int:
+    """Steps that the run's own files know of."""
+    said = (row.get("step", -1) for row in each_line(folder / "ledger.jsonl"))
+    return max(*versions(folder / "checkpoints"), *(step + 1 for step in said), 0, 0)

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import redis
 
+from penstock.pipeline.report.findings import other_store
 from penstock.protocols import messages as m
 from penstock.protocols.columns import Column, ColumnTable, WeightedSum
 from penstock.protocols.mailbox import AddressError, DeadlineError, Mailbox
@@ -120,7 +122,22 @@ def test_an_evaluation_that_was_cut_short_is_begun_again(tmp_path: Path, redis_u
         found.append(rollout.next(m.Lease).purpose)
     under_way = again.broker._state.evaluation.round
     assert under_way and (under_way.label, under_way.step) == ("step 1", 1)
+    assert not list(other_store(again.broker.state))
     again.close()
+
+
+def test_a_store_that_knows_nothing_of_a_run_is_told_of_to_its_end(tmp_path: Path, redis_url: str) -> None:
+    stage = Stage(tmp_path, redis_url)
+    assert not list(other_store(stage.broker.state))
+    train(stage, 1)
+    stage.close()
+    redis.Redis.from_url(redis_url).flushall()
+    for _ in range(2):
+        stage = Stage(tmp_path, redis_url)
+        (line,) = other_store(stage.broker.state)
+        assert line.startswith("store.url: the store knew nothing of the 1 steps that were done")
+        stage.rollout()
+        stage.close()
 
 
 def test_an_evaluation_while_the_run_trains_waits_for_its_version_and_training_does_not(

@@ -53,6 +53,7 @@ DROP = {"group": 3, "kind": "prompt", "reason": "row 7: the prompt is empty"}
         (state(step=6), steps()[:6], [], "the run ended after 6 of 10 steps: the prompts ended"),
         (state(rewards={"reward/judge": FAILED}), steps(), [], "60 timed out; the last one timed out after 10 s"),
         (state(), steps(), [DROP], "1 prompts were dropped, since they cannot be used; the last one: row 7"),
+        (state(totals={"not_in_store": 7}), steps(), [], "store.url: the store knew nothing of the 7 steps"),
         (state(totals={"eval_unusable": 2}), steps(), [], "2 times an evaluation prompt had no reward"),
         (state(), steps(finished_share=0.2), [], "80 % of the last steps' answers were cut off"),
         (state(), steps(finished_share=0.2, turns=3.0), [], "of an environment, at rollout.environment.max_turns"),
