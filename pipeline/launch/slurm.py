@@ -25,9 +25,10 @@ _SCRIPT = """\
 {directives}
 
 cd {workdir} || exit 2
-{at_begin}again=
+{at_begin}again= stop=
 trap 'again=yes; kill -TERM $work' USR1  # the time limit is near
-trap 'kill -TERM $work' TERM
+trap 'stop=yes; kill -TERM $work' INT  # somebody ends the run
+trap 'kill -TERM $work' TERM  # Slurm takes the node, and may give another one
 {command} &
 work=$!
 while :; do
@@ -41,12 +42,12 @@ fi
 {at_end}exit $code
 """
 _REGISTER = """\
-echo $SLURM_ARRAY_JOB_ID >> {members}  # who is cancelled when the run has failed
+echo $SLURM_ARRAY_JOB_ID >> {members}  # who is cancelled when the run has failed, or was ended
 """
 _UNLESS_GONE = ' && [ -n "$(squeue --noheader --jobs "$(cat {head})" 2>&1 | grep --invert-match "Invalid job id")" ]'
 """The run's own job is in no queue any more: nobody would begin it."""
 _CANCEL = """\
-if [ $code -ne 0 ]; then
+if [ $code -ne 0 ] && {{ [ $code -ne 130 ] || [ -n "$stop" ]; }}; then
   xargs --no-run-if-empty scancel < {members}  # whoever would wait for it
 fi
 """
@@ -125,7 +126,7 @@ def told(folder: Path, shown: Path, parts: list[Part], jobs: dict[str, str]) -> 
     lines.append(f"watch:  penstock top {shown}    (once it runs: squeue --me; what it says: {shown}/slurm/)")
     for part in [part for part in parts[1:] if not part.fixed]:
         lines.append(f"more:   sbatch --array={part.tasks}-{2 * part.tasks - 1} {shown}/slurm/{part.kind}.sh")
-    lines.append(f"stop:   scancel --batch --signal=TERM {jobs['head']}    (saves a checkpoint, and all leave)")
+    lines.append(f"stop:   scancel --batch --signal=INT {jobs['head']}    (saves a checkpoint, and all leave)")
     lines.append(f"drop:   scancel {' '.join(jobs.values())}    (at once, or while it waits in the queue)")
     lines.append(f"go on:  penstock launch slurm --resume {shown}")
     return lines
