@@ -28,6 +28,8 @@ WEDGED_S = 30.0
 """A younger process does not count as wedged."""
 LATELY_S = 24 * 3600.0
 """What died earlier does not count any more."""
+TAIL = 64 << 10
+"""Bytes of what a process wrote in which its last words are looked for."""
 SETTLED_S = 60.0
 """A process that lived this long starts its backoff anew."""
 
@@ -77,7 +79,7 @@ class Child:
         """The last line it wrote to stderr; its own rather than one of a library that was still cleaning up."""
         try:
             with self.stderr.open("rb") as file:
-                file.seek(self.said_before)
+                file.seek(max(self.said_before, file.seek(0, os.SEEK_END) - TAIL))
                 lines = file.read().decode(errors="replace").strip().splitlines()
         except OSError:
             return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,19 @@ def test_why_it_died_is_said_in_its_own_words_alone(tmp_path: Path) -> None:
     assert child.last_words() == ""
     killed = "trainer was killed by SIGKILL (by the system, perhaps, for want of memory: see dmesg)"
     assert (watched.poll() or watched.poll()) == f"{killed} after 0 restarts within a day (run.max_restarts); "
+    watched.stop(1)
+
+
+def test_the_last_words_of_who_says_very_much_take_no_memory(tmp_path: Path) -> None:
+    stderr = tmp_path / "stderr"
+    code = "import os; os.ftruncate(2, 64 << 20); os.lseek(2, 0, 2); os.write(2, b'\\nthe last of it\\n')"
+    watched = Supervisor(0)
+    child = watched.start("server", [sys.executable, "-c", code], stderr)
+    assert child.process and child.process.wait(10) == 0 and stderr.stat().st_size > 64 << 20
+    tracemalloc.start()
+    assert child.last_words() == "the last of it"
+    assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    tracemalloc.stop()
     watched.stop(1)
 
 
