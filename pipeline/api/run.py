@@ -14,8 +14,8 @@ from typing import Any
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.config.load import as_overrides
 from penstock.pipeline.run.command import penstock
-from penstock.pipeline.run.folder import address_file, address_of, is_live, named
-from penstock.pipeline.run.lock import came_to, holder
+from penstock.pipeline.run.folder import address_file, address_of, named
+from penstock.pipeline.run.lock import came_to, holder, is_live
 from penstock.pipeline.run.summary import check_run, steps_in, steps_of
 from penstock.pipeline.tools.rollouts import rollouts
 from penstock.protocols.mailbox import DeadlineError

@@ -11,7 +11,8 @@ from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.preflight.look import look
 from penstock.pipeline.preflight.steps import counted
-from penstock.pipeline.run.folder import is_live, new_folder, open_folder
+from penstock.pipeline.run.folder import new_folder, open_folder
+from penstock.pipeline.run.lock import is_live
 from penstock.pipeline.run.resume import resumed
 from penstock.protocols.keys import is_loopback
 from penstock.services.runtime import registry

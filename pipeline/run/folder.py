@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import tempfile
 import time
@@ -15,15 +14,10 @@ from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.config.origin import read as read_origin
 from penstock.pipeline.config.origin import write as write_origin
 from penstock.pipeline.run import crashes
-from penstock.pipeline.run.lock import LOCK, is_of_before
+from penstock.pipeline.run.lock import LOCK, is_live, is_of_before
 from penstock.pipeline.run.resume import changes, check_fixed, complete
-from penstock.pipeline.run.summary import read_summary
 from penstock.services.runtime import device_turn
 from penstock.services.runtime.files import write_whole
-
-LIVE_S = 10.0
-LOOK_S = 3.0
-"""In which a broker that is at work writes a line."""
 
 
 def new_folder(config: Config, config_path: Path) -> Path:
@@ -198,26 +192,3 @@ def run_name(folder: Path) -> str:
     if not path.is_file():
         write_whole(path, folder.resolve().name)
     return path.read_text().strip()
-
-
-def is_live(folder: Path) -> bool:
-    """A broker wrote a line about its actors just now, as it does every second. Takes `LOOK_S` where only looking
-    twice can tell."""
-    beats = folder / "actors.jsonl"
-    if not beats.is_file() or read_summary(folder) is not None:
-        return False
-    written = beats.stat()
-    age = _disk_time(folder) - written.st_mtime
-    if age < 0:  # a clock was set back since: that says nothing, and a broker's next line does
-        time.sleep(LOOK_S)
-        return beats.stat().st_size != written.st_size
-    return age < LIVE_S
-
-
-def _disk_time(folder: Path) -> float:
-    """Now, by the clock of whoever has the disk: a shared one's is not this machine's."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            return os.fstat(probe.fileno()).st_mtime
-    except OSError:  # it is not to be written to
-        return time.time()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from penstock.pipeline.run.summary import read_summary
 
 LOCK = "run.lock"
 RETRY_S = 1.0
+LIVE_S = 10.0
+LOOK_S = 3.0
+"""In which a broker that is at work writes a line."""
 
 
 @contextmanager
@@ -29,7 +33,7 @@ def held(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"--resume: cannot write {folder / LOCK}: {error.strerror}") from None
     with opened as file:
-        while not _take(file):
+        while not _take(file, folder):
             if time.monotonic() >= deadline:
                 waited = f", {wait_s:g} s later too" if wait_s else ""
                 raise ConfigError(
@@ -63,13 +67,13 @@ def came_to(folder: Path) -> dict[str, Any] | None:
     return None if is_of_before(folder, folder / "summary.json") else read_summary(folder)
 
 
-def _take(file: IO[str]) -> bool:
+def _take(file: IO[str], folder: Path) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:
-        pass  # a file system that knows no locks
+    except OSError:  # a file system that knows no locks
+        return holder(folder) is None and not is_live(folder)
     return True
 
 
@@ -80,3 +84,26 @@ def holder(folder: Path) -> int | None:
         return int(pid) if psutil.Process(int(pid)).create_time() == float(began) else None
     except (OSError, ValueError, psutil.Error):
         return None
+
+
+def is_live(folder: Path) -> bool:
+    """A broker wrote a line about its actors just now, as it does every second. Takes `LOOK_S` where only looking
+    twice can tell."""
+    beats = folder / "actors.jsonl"
+    if not beats.is_file() or read_summary(folder) is not None:
+        return False
+    written = beats.stat()
+    age = _disk_time(folder) - written.st_mtime
+    if age < 0:  # a clock was set back since: that says nothing, and a broker's next line does
+        time.sleep(LOOK_S)
+        return beats.stat().st_size != written.st_size
+    return age < LIVE_S
+
+
+def _disk_time(folder: Path) -> float:
+    """Now, by the clock of whoever has the disk: a shared one's is not this machine's."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            return os.fstat(probe.fileno()).st_mtime
+    except OSError:  # it is not to be written to
+        return time.time()

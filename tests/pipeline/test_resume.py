@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,10 +19,10 @@ import penstock
 from penstock.pipeline.cli import app
 from penstock.pipeline.config import Config, ConfigError, dump, load
 from penstock.pipeline.config.origin import Origin, read, write
-from penstock.pipeline.run import folder as run_folder
+from penstock.pipeline.run import lock
 from penstock.pipeline.run.data_rows import changed_rows
-from penstock.pipeline.run.folder import begin, claim, is_live, named, new_folder, run_key, run_name
-from penstock.pipeline.run.lock import held, holder
+from penstock.pipeline.run.folder import begin, claim, named, new_folder, run_key, run_name
+from penstock.pipeline.run.lock import held, holder, is_live
 from penstock.pipeline.run.resume import check_fixed, complete, how_to_go_on, resumed
 from penstock.pipeline.run.start import start
 from penstock.pipeline.run.summary import read_summary
@@ -136,6 +137,21 @@ def test_a_summary_that_was_cut_short_is_written_again(folder: Path, text: str) 
 def test_only_one_at_a_time_runs_in_a_folder(folder: Path) -> None:
     with held(folder), pytest.raises(ConfigError, match="is going on already"), held(folder):
         pass
+    with held(folder):
+        pass
+
+
+def test_also_where_the_file_system_knows_no_locks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: object, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    with held(folder), pytest.raises(ConfigError, match="is going on already"), held(folder):
+        pass
+    (folder / "actors.jsonl").write_text("a line\n")  # of a broker on another machine
+    with pytest.raises(ConfigError, match="is going on already"), held(folder):
+        pass
+    os.utime(folder / "actors.jsonl", (0, 0))
     with held(folder):
         pass
 
@@ -345,12 +361,12 @@ def test_whether_a_run_is_live_is_told_by_the_disks_own_clock(folder: Path, monk
     beats.write_text("a line\n")
     with monkeypatch.context() as patched:
         ahead = time.time() + 60.0
-        patched.setattr(run_folder.time, "time", lambda: ahead)
+        patched.setattr(lock.time, "time", lambda: ahead)
         assert is_live(folder), "this machine's clock is ahead of the file server's"
     written = beats.stat().st_mtime
     os.utime(beats, (written, written - 60.0))
     assert not is_live(folder)
-    monkeypatch.setattr(run_folder, "LOOK_S", 1.0)
+    monkeypatch.setattr(lock, "LOOK_S", 1.0)
     os.utime(beats, (written, written + 3600.0))
     assert not is_live(folder), "nobody is at work, and a clock was set back"
     writing = threading.Timer(0.1, lambda: beats.write_text("a line\nand one more\n"))
