@@ -124,5 +124,5 @@ def _memory_gib(config: Config, part: Part, needs: HostNeeds) -> int:
         ranks = config.trainer.ranks // config.trainer.nodes  # of them the processes are counted already
         gib += needs.trainer_node(config, ranks) - PROCESS_GIB * ranks
     if part.kind == "head" and config.store.url is None:
-        gib += store_gib(config)
+        gib += store_gib(config) / 2  # answers are half as long as they may be, on average, or shorter
     return round(SPARE * gib + 0.5)

@@ -196,10 +196,10 @@ def _look_at_memory(config: Config, folder: Path, report: Report) -> None:
             + f"end who uses it, or give it more{other}"
         )
     if config.store.url is None and (store := store_gib(config)) > memory / 2:
-        report.here.append(
+        report.notes.append(
             f"trainer.checkpoint.every={config.trainer.checkpoint.every}: Redis keeps the experience of the steps that "
-            f"no checkpoint covers yet, up to {store:.0f} GiB, and {memory:.0f} GiB of memory may be used here; save "
-            "more often, or use a store on another machine (store.url)"
+            f"no checkpoint covers yet, {store:.0f} GiB if all answers are as long as they may be, and {memory:.0f} "
+            "GiB of memory may be used here; save more often, or use a store on another machine (store.url)"
         )
     trainer = config.trainer
     ranks = trainer.ranks // trainer.nodes

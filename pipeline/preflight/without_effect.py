@@ -43,11 +43,11 @@ def idle_choices(config: Config) -> Iterator[str]:
 
 def _leaves_out_agreement(rule: RejectRule) -> bool:
     """What engine and trainer say alike is out of its bounds."""
-    return rule.kind.endswith("k1") and (rule.upper <= 1 or (rule.lower or 0) >= 1)
+    return rule.kind.endswith("k1") and (rule.upper < 1 or (rule.lower or 0) > 1)
 
 
 def _wrong_side(rule: RejectRule) -> str:
-    key, bound, side = ("upper", rule.upper, "above") if rule.upper <= 1 else ("lower", rule.lower or 0, "below")
+    key, bound, side = ("upper", rule.upper, "above") if rule.upper < 1 else ("lower", rule.lower or 0, "below")
     nats = bound if key == "upper" else -bound
     return (
         f"trainer.algorithm.reject: {rule.kind} with {key}={bound:g} leaves out nearly everything: bounds of k1 are "

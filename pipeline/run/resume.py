@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.config import Config, ConfigError, load
-from penstock.pipeline.config.origin import Origin, read
+from penstock.pipeline.config.origin import Origin, key_of, read
 from penstock.pipeline.config.passwords import HIDDEN
 from penstock.pipeline.preflight.steps import counted
 from penstock.pipeline.run.summary import check_run, read_summary
@@ -54,7 +54,8 @@ def resumed(folder: Path, file: Path | None, overrides: list[str] | None) -> tup
             f"store.url: {config.store.url}: its password is not kept in the run's folder; give it again, e.g. "
             "store.url=redis://USER:PASSWORD@HOST:6379/0"
         )
-    config, _ = counted(config, began)
+    asked_now = any(key_of(override) == "trainer.steps" for override in overrides or [])
+    config, _ = counted(config, None if asked_now else began)
     check_fixed(began, config)
     check_left(folder, config)
     return config, origin, [*changes(began, config), *kept]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +16,8 @@ from penstock.services.runtime.lines import each_line, line_of
 
 STEPS = ("metrics.jsonl", "ledger.jsonl", "samples.jsonl", "critic.jsonl", "eval_samples.jsonl")
 """Files of a line for each step or version, or several."""
+TAIL_STEPS = 200
+"""That the trainer's checkpoints remember: a critic that is further behind cannot follow any more."""
 WHOLE = ("redis", "summary.json", "report.html")
 """What speaks of the run as it has come to be."""
 
@@ -26,7 +28,8 @@ def rollback(
 ) -> None:
     """Take a run back to the checkpoint of VERSION: later checkpoints, its store and what its files say of later
     steps are set aside, below RUN/set-aside. Then --resume goes on from there, with the optimizer and the place in the
-    data as they were, and with other settings where you give some.
+    data as they were, and with other settings where you give some. What its filters had left out of the last steps is
+    asked again, and a curriculum begins anew.
 
     For instance: penstock rollback runs/first-try 100
     then: penstock run --resume runs/first-try trainer.optimizer.lr=5.0e-7
@@ -39,6 +42,7 @@ def rollback(
         raise ConfigError(f"VERSION: {run} has no checkpoint of version {version}; it has {has}")
     config = load(run / "config.yaml")
     _check_reference(run, version, config)
+    critics = _critic_at(run, version) if config.with_critic else version
     if config.store.url:
         raise ConfigError(
             f"RUN: {run} has a store of its own (store.url), which knows of later steps; give it another one when it "
@@ -52,8 +56,11 @@ def rollback(
             to.parent.mkdir(parents=True, exist_ok=True)
             path.rename(to)
         for name in STEPS:
-            _cut(run / name, aside / name, version)
+            _cut(run / name, aside / name, lambda row: _stays(row, version))
+        _cut_groups(run, aside)
     typer.echo(f"back at version {version}; what was later is in {aside}")
+    if critics < version:
+        typer.echo(f"the critic goes on as it was at version {critics}: it has no checkpoint nearer to that")
     typer.echo(f"go on: penstock run --resume {run}")
 
 
@@ -62,6 +69,13 @@ def _check_reference(run: Path, version: int, config: Config) -> None:
     it would be made of."""
     every = config.reference.refresh_every
     if config.reference.mix == 1:
+        taken = version // every * every if every else 0
+        if taken and taken not in (kept := versions(run / "checkpoints")):
+            may = ", ".join(str(each) for each in kept if each // every * every in (0, *kept)) or "none"
+            raise ConfigError(
+                f"VERSION: with reference.refresh_every={every} the reference of version {version} is that of {taken}, "
+                f"which is not kept any more; versions with theirs: {may}"
+            )
         return
     there = {folder: versions(run / folder) for folder in ("checkpoints", MIXTURES)}
     made = max((each for each in there[MIXTURES] if each <= version), default=0)
@@ -75,6 +89,19 @@ def _check_reference(run: Path, version: int, config: Config) -> None:
         )
 
 
+def _critic_at(run: Path, version: int) -> int:
+    """The critic's version to go on with. Raises `ConfigError` where it has none that is near enough: without its own
+    it would begin anew, beside a policy that has learned."""
+    there = [each for each in versions(run / "critic" / "checkpoints") if version - TAIL_STEPS < each <= version]
+    if not there:
+        has = ", ".join(map(str, versions(run / "critic" / "checkpoints"))) or "none"
+        raise ConfigError(
+            f"VERSION: the critic has no checkpoint of version {version}, nor of the {TAIL_STEPS} steps before; it has "
+            f"{has}"
+        )
+    return there[-1]
+
+
 def _later(run: Path, version: int) -> Iterator[Path]:
     """What is set aside as it is."""
     for folder in (run / "checkpoints", run / "critic" / "checkpoints", run / MIXTURES):
@@ -85,13 +112,24 @@ def _later(run: Path, version: int) -> Iterator[Path]:
             yield file
 
 
-def _cut(file: Path, aside: Path, version: int) -> None:
-    """``file`` keeps what was said up to ``version``; all of it is in ``aside``."""
+def _cut_groups(run: Path, aside: Path) -> None:
+    """What is known of groups that came after the last one of the steps that stay."""
+    trained = {group for row in each_line(run / "ledger.jsonl") for group in row["groups"]}
+    last = max(trained, default=-1)
+    _cut(run / "dropped.jsonl", aside / "dropped.jsonl", lambda row: row["group"] <= last)
+    kept = trained | {row["group"] for row in each_line(run / "dropped.jsonl")}
+    (aside / "logs").mkdir()
+    for file in (run / "logs").glob("*.finished.jsonl"):
+        _cut(file, aside / "logs" / file.name, lambda row: row["group"] in kept)
+
+
+def _cut(file: Path, aside: Path, stays: Callable[[dict[str, Any]], bool]) -> None:
+    """``file`` keeps the rows that stay; all of it is in ``aside``."""
     if not file.exists():
         return
     cut = file.with_name(f".{file.name}-cut")
     with cut.open("w") as kept:
-        kept.writelines(line_of(row) + "\n" for row in each_line(file) if _stays(row, version))
+        kept.writelines(line_of(row) + "\n" for row in each_line(file) if stays(row))
     file.rename(aside)
     cut.rename(file)
 

@@ -73,9 +73,12 @@ class Critic:
             self._saving.finish(final=False)
             self._world.order("skip")
             self._world.share(str(said.step).encode())
-            self._steps.saver.forget_above(said.step)
             self._learner.version = self.actor.version = said.step
             self._tail = []
+            if said.step:
+                self._save()  # before those of later numbers go: it would be gone with this process
+                self._saving.finish(final=False)
+            self._steps.saver.forget_above(said.step)
 
     @property
     def version(self) -> int:

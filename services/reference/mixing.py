@@ -22,6 +22,7 @@ from penstock.services.modeling.load import load_model
 from penstock.services.modeling.weight_files import INDEX, save_in_parts
 from penstock.services.runtime import checkpoint_folders, health
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.files import sync
 
 KEPT = 2
 """Models that stay: another process may be reading the one before the newest."""
@@ -45,8 +46,11 @@ def mix_up_to(
         aside = mixtures / f".{target.name}.{socket.gethostname()}-{os.getpid()}"
         shutil.rmtree(aside, ignore_errors=True)
         _mix(checkpoint_folders.path_of(checkpoints, version), str(before), share, aside)
+        for path in (*aside.rglob("*"), aside):
+            sync(path)  # what it was made of may be deleted as soon as it has its name
         try:
             aside.rename(target)
+            sync(mixtures)
         except OSError:  # another process has made the same
             if not target.is_dir():
                 raise

@@ -22,6 +22,7 @@ from penstock.pipeline.launch.parts import Part, parts_of
 from penstock.pipeline.launch.ready import cluster_network
 from penstock.pipeline.resources.host import PROCESS_GIB, SPARE, host_needs, too_small
 from penstock.pipeline.resources.placement import joining_guests, seated
+from penstock.pipeline.resources.store_size import store_gib
 from penstock.pipeline.run.folder import open_folder
 from penstock.pipeline.run.join import shares
 from penstock.protocols.messages import Ack, Hello, Refused
@@ -300,14 +301,15 @@ def memory(found: dict[tuple[str, str], dict[str, Any]], part: str) -> int:
 def test_memory_is_asked_for_where_the_trainer_is(name: str) -> None:
     config = load(ROOT / "configs" / f"{name}.yaml")
     needs, found = host_needs(config), objects(config)
-    assert needs and memory(found, "head") <= 2 * SPARE * PROCESS_GIB, "a head without a trainer"
+    store = store_gib(config) / 2
+    assert needs and memory(found, "head") <= SPARE * (2 * PROCESS_GIB + store), "a head without a trainer"
     ranks = config.trainer.ranks // config.trainer.nodes
     engine = PROCESS_GIB * parts_of(config, True)[1].processes + 2 * needs.version
     assert memory(found, "trainer") == pytest.approx(SPARE * needs.trainer_node(config, ranks), abs=1)
     assert memory(found, "rollout") == pytest.approx(SPARE * engine, abs=1), "the versions that it receives"
     joined = load(ROOT / "configs" / f"{name}.yaml", ["run.elsewhere=[rollout]", "trainer.nodes=1"])
     whole = needs.trainer_node(joined, joined.trainer.ranks) + PROCESS_GIB
-    assert memory(objects(joined), "head") == pytest.approx(SPARE * whole, abs=1)
+    assert memory(objects(joined), "head") == pytest.approx(SPARE * (whole + store), abs=1)
 
 
 def test_guests_memory_comes_on_top_of_the_trainers() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from penstock.pipeline.cli import app
 from penstock.pipeline.config import dump, load
 from penstock.services.runtime.lines import read_lines
 from tests.e2e.runs import QUICKSTART
+
+REFERENCE = "reference: {refresh_every: 200}\ntrainer: {algorithm: {kl: {coefficient: 0.1}}, checkpoint: {every: 100}}"
 
 
 def test_what_was_later_is_set_aside_and_nothing_else(tmp_path: Path) -> None:
@@ -34,7 +37,10 @@ def test_what_was_later_is_set_aside_and_nothing_else(tmp_path: Path) -> None:
         "ledger.jsonl": [{"step": step, "groups": [step]} for step in range(12)],
         "critic.jsonl": [{"critic_step": float(step)} for step in range(12)],
         "eval_samples.jsonl": [{"set": "held_out", "step": step} for step in (0, 5, 10)],
+        "dropped.jsonl": [{"group": 3}, {"group": 7}],
+        "logs/rollout-0.finished.jsonl": [{"group": group} for group in range(12)],
     }
+    (run / "logs").mkdir()
     for name, lines in rows.items():
         (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -56,6 +62,8 @@ def test_what_was_later_is_set_aside_and_nothing_else(tmp_path: Path) -> None:
     assert [row["step"] for row in read_lines(run / "metrics.jsonl")] == [*range(5), 5]
     assert len(read_lines(run / "critic.jsonl")) == 5
     assert [row["step"] for row in read_lines(run / "eval_samples.jsonl")] == [0, 5]
+    assert read_lines(run / "dropped.jsonl") == [{"group": 3}]
+    assert [row["group"] for row in read_lines(run / "logs" / "rollout-0.finished.jsonl")] == list(range(5))
     assert all(read_lines(aside / name) == lines for name, lines in rows.items())
 
 
@@ -70,3 +78,27 @@ def test_a_reference_that_has_moved_on_for_ever_is_told_of(tmp_path: Path) -> No
     (tmp_path / "checkpoints" / "step-000005").rmdir()
     done = CliRunner().invoke(app, ["rollback", str(tmp_path), "10"])
     assert "is made of that of 5, which is not kept" in f"{done.output}{done.exception}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "critics", "why"),
+    [
+        ("trainer: {algorithm: {preset: ppo}}", (), "the critic has no checkpoint of version 500, nor of the 200"),
+        ("trainer: {algorithm: {preset: ppo}}", (300, 600), "it has 300, 600"),
+        ("trainer: {algorithm: {preset: ppo}}", (400, 600), "the critic goes on as it was at version 400"),
+        ("trainer: {algorithm: {preset: ppo}}", (500,), "back at version 500"),
+        (REFERENCE, (), "the reference of version 500 is that of 400, which is not kept any more; versions with"),
+    ],
+)  # fmt: skip
+def test_what_others_would_lack_is_told_before(
+    tmp_path: Path, overrides: str, critics: tuple[int, ...], why: str
+) -> None:
+    for name in ["checkpoints/step-000500", *(f"critic/checkpoints/step-{each:06d}" for each in critics)]:
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text(
+        "model: {type: tiny}\nprompts: {train: {type: sort}}\n"
+        f"rollout: {{engine: {{type: torch, max_length: 32}}, sampling: {{max_new_tokens: 12}}}}\n{overrides}\n"
+    )
+    done = CliRunner().invoke(app, ["rollback", str(tmp_path), "500"])
+    assert why in f"{done.output}{done.exception}".replace("\n", " ")
+    assert (tmp_path / "set-aside").exists() == (done.exit_code == 0)
