@@ -22,6 +22,8 @@ from penstock.services.environments.tool_calls import BEGIN, as_called
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install
 
+AGAIN = "reset, once more"
+
 
 def look(config: Config, report: Report) -> None:
     """Adds to ``report`` what is found."""
@@ -61,7 +63,8 @@ def _play(
         f"step({truth[:60]!r})": lambda heard: pool.step(0, truth, heard),
     }
     if environment.settles:
-        calls["get_reward"] = lambda heard: pool.finish(0, heard)
+        calls[AGAIN] = lambda heard: pool.reset(1, row, heard)  # the step may have asked the first already
+        calls["get_reward"] = lambda heard: pool.finish(1, heard)
     for name, call in calls.items():
         said: queue.Queue[tuple[dict[str, Any] | None, str]] = queue.Queue()
         call(lambda found, error, said=said: said.put((found, error)))  # type: ignore[misc]
@@ -74,6 +77,8 @@ def _play(
             return
         if found is None:
             raise SetupError(f"{key}: {environment.environment}: {name}, tried on row {row.index}, {error}")
+        if name == AGAIN:
+            continue
         if found.get("tools") and not isinstance(found["prompt"], list) and row.messages is None:
             raise SetupError(
                 f"{key}: {environment.environment} has tools, which a chat template tells of, and row {row.index} is "

@@ -244,6 +244,8 @@ class _Join:
                 continue
             except DeadlineError:
                 silent_s += min(time.monotonic() - asked, client.DEADLINE_S)  # it may have been stopped itself
+                if mailbox.heard_at > asked:  # it waits for its store
+                    silent_s = 0.0
                 if silent_s > BROKER_SILENT_S or read_summary(self._folder):
                     return
                 continue

@@ -364,17 +364,21 @@ class _Launch:
         return sorted(found | {name for name, member in state["members"].items() if member["kind"] in kinds})
 
     def _insist(self, message: Message, begun: bool = True) -> Message:
-        """Asks a broker that may die and be started again meanwhile. Before the run has ``begun`` the first Ctrl-C ends
-        it at once."""
+        """Asks a broker that may die and be started again meanwhile, or wait for its store. Before the run has
+        ``begun`` the first Ctrl-C ends it at once."""
         assert self._mailbox
-        answer = self._mailbox.ask_later(message, BROKER_SILENT_S)
-        until = time.monotonic() + BROKER_SILENT_S + LATE_S
-        while not answer.done() and time.monotonic() < until:
-            if not begun:
-                self._hear_interrupt()
-            self._keep_books()
-            time.sleep(0.02)
-        return answer_to(answer, 0.0)
+        while True:
+            answer, asked = self._mailbox.ask_later(message, BROKER_SILENT_S), time.monotonic()
+            while not answer.done() and time.monotonic() < asked + BROKER_SILENT_S + LATE_S:
+                if not begun:
+                    self._hear_interrupt()
+                self._keep_books()
+                time.sleep(0.02)
+            try:
+                return answer_to(answer, 0.0)
+            except DeadlineError:
+                if time.monotonic() - self._mailbox.heard_at > BROKER_WEDGED_S:
+                    raise
 
     def _keep_books(self) -> None:
         """Broker, store and programs are needed to the last, when nobody else is started again."""

@@ -30,6 +30,8 @@ class Meanwhile:
         self.knows: Callable[[str], bool] = lambda identity: True
         """Who is a member; before the store has said so, everybody may be."""
         self._said: list[Said] = []
+        self._beats: dict[str, Said] = {}
+        """The newest of each: who has beaten is not dead, and holds what it says."""
         self._from = 0
         """What had been received before it, in bytes."""
 
@@ -43,6 +45,7 @@ class Meanwhile:
                 self._router.send_now(identity, m.Waits())
             if isinstance(message, m.Heartbeat) and self.knows(identity):
                 self._router.send_now(identity, m.HeartbeatAck())
+                self._beats[identity] = identity, request, message
             elif not (full and isinstance(message, AGAIN)):
                 self._said.append((identity, request, message))
 
@@ -57,5 +60,5 @@ class Meanwhile:
 
     def said(self) -> list[Said]:
         """What came, and is to be handled now."""
-        found, self._said = self._said, []
+        found, self._said, self._beats = [*self._beats.values(), *self._said], [], {}
         return found

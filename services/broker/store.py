@@ -69,8 +69,10 @@ class Store:
         self._idle = idle
         self.waited_s = 0.0
         """How long this process has waited for the store so far."""
+        self._line: Any = None
+        """The connection that commits go over, which watches whether another broker writes; and what it saw last."""
+        self._seen: tuple[int, int] | None = None
         self._persist(self._redis.ping)
-        self._retry_s = config.retry_s
         meta = self._prefix + "meta"
         found = self._persist(lambda: self._redis.hget(meta, "key"))
         if found is None:
@@ -81,10 +83,8 @@ class Store:
                 "or give this run a store of its own"
             )
         self._meta = meta
-        self._line: Any = None
-        """The connection that commits go over, which watches whether another broker writes; and what it saw last."""
-        self._seen: tuple[int, int] | None = None
         self._epoch = int(self._persist(lambda: self._redis.hincrby(meta, "epoch", 1)))
+        self._retry_s = config.retry_s
         self._commits = int(self._persist(lambda: self._redis.hget(meta, "commits")) or 0)
 
     def put(self, table: str, key: str | int, row: dict[str, Any]) -> None:
@@ -226,6 +226,11 @@ class Store:
 
     def _away(self, error: Exception) -> str:
         said = f"at {self._where} ({type(error).__name__}); waited {self._retry_s:g} s (store.retry_s)"
+        if not isinstance(error, redis.ConnectionError | redis.TimeoutError):
+            return (
+                f"store.url: the Redis takes no writes {said}: {error}. It is a replica, or lacks its own; give the "
+                "address of the one that takes them"
+            )
         if self._own:
             return (
                 f"the run's own Redis does not answer {said}. Is its disk full, or so slow that it stands still? See "

@@ -120,20 +120,20 @@ def _went_on(found: Any, made: Any) -> dict[str, Any]:
 
 def _finished(found: Any, made: Any) -> dict[str, Any]:
     """What the object gives at the end: None where it gives no reward."""
-    return {"reward": None if found is None else _number(found)}
+    return {"reward": None if found is None else _number(found, "get_reward")}
 
 
 SAID = {"reset": _begun, "step": _went_on, "finish": _finished, "close": lambda found, made: {}}
 """By the kind of call what is answered."""
 
 
-def _number(reward: Any) -> float:
+def _number(reward: Any, call: str = "step") -> float:
     try:
         found = float(reward)
     except (TypeError, ValueError):
-        raise ValueError(f"step gave the reward {reward!r}, which is no number") from None
+        raise ValueError(f"{call} gave the reward {reward!r}, which is no number") from None
     if not math.isfinite(found) or abs(found) > FLOAT32_MAX:
-        raise ValueError(f"step gave the reward {found}")
+        raise ValueError(f"{call} gave the reward {found}")
     return found
 
 

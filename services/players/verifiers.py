@@ -53,7 +53,9 @@ class VerifiersPlayer:
         if not episode.ok and not ended:
             raise PlayError("; ".join(f"{error.type}: {error.message}" for error in errors) or "an episode failed")
         worth: dict[str, float] = {}
-        for trace in episode.traces:
+        for trace in [
+            each for each in episode.traces if getattr(each.agent, "trainable", True)
+        ] or episode.traces:  # a user is played
             worth[trace.agent.name] = worth.get(trace.agent.name, 0.0) + float(trace.reward)
         if len({*worth.values()}) > 1:
             told = ", ".join(f"{name} {reward:g}" for name, reward in worth.items())

@@ -144,7 +144,8 @@ class GroupRewardFunction(RewardFunction):
         if strange := sorted(takes.required - there.keys() - self.options.keys()):
             has = ", ".join(map(str, arguments[ROW])) or "no columns; prompts.train.truth_key=null gives them"
             raise ValueError(f"it asks for {', '.join(strange)}, and the truth of its row has {has}")
-        given = {name: there[name] for name in there if name in takes.names or name in columns}
+        passed = {*takes.names, *columns, *(("prompts", LISTS) if takes.rest else ())}
+        given = {name: there[name] for name in there if name in passed}
         return self.call(**given | self.options)
 
     def answer(self, value: Any) -> dict[str, Any]:

@@ -153,3 +153,6 @@ def test_a_store_that_gives_its_place_to_another_is_waited_for(server: Server) -
     threading.Timer(0.5, lambda: beside.config_set("min-replicas-to-write", 0)).start()
     write(store, 4, 1)
     assert len(store.rows("t")) == 6
+    beside.execute_command("REPLICAOF", "127.0.0.1", "1")
+    with pytest.raises(StoreError, match="takes no writes at unix.*It is a replica"):
+        open_store(server, retry_s=0.3)

@@ -20,6 +20,15 @@ CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
+@pytest.mark.parametrize("path", [path for path in CONFIGS if path.parent.name == "recipes"], ids=lambda p: p.stem)
+def test_a_recipe_has_nothing_of_another_datas_columns(path: Path) -> None:
+    prompts = load(path).prompts
+    base = load(path.parent.parent / "grpo-8b.yaml").prompts.train
+    for data in (prompts.train, *prompts.eval.values()):
+        assert data.path == base.path or data.name != base.name, "a part of the other set"
+        assert data.path == base.path or data.prompt_key != base.prompt_key or data.truth_key != base.truth_key
+
+
 OPTIONS = "reward.functions=[{{function: 'mine:good', options: {}}}]"
 
 

@@ -239,11 +239,18 @@ def test_a_verifiers_game_that_somebody_wins_from_another_is_refused() -> None:
     with pytest.raises(PlayError, match=r"several agents .* different rewards \(first 1, second -1\)"):
         verifiers_plays(trace_of("first", 1.0), trace_of("second", -1.0))
     assert verifiers_plays(trace_of("first", 0.5), trace_of("second", 0.5)).reward == 1.0
+    assert verifiers_plays(trace_of("assistant", 1.0), trace_of("user", 0.0, learns=False)).reward == 1.0
 
 
-def trace_of(name: str, reward: float, metrics: dict[str, Any] | None = None, errors: list[Any] | None = None) -> Any:
+def trace_of(
+    name: str,
+    reward: float,
+    metrics: dict[str, Any] | None = None,
+    errors: list[Any] | None = None,
+    learns: bool = True,
+) -> Any:
     about: dict[str, Any] = {"errors": errors or [], "metrics": metrics or {}, "is_truncated": False}
-    return SimpleNamespace(agent=SimpleNamespace(name=name), reward=reward, **about)
+    return SimpleNamespace(agent=SimpleNamespace(name=name, trainable=learns), reward=reward, **about)
 
 
 def verifiers_plays(*traces: Any, ok: bool = True) -> Played:
