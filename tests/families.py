@@ -109,10 +109,13 @@ def _deep(family: str) -> dict[str, Any]:
 def write(family: str, folder: Path, **told: Any) -> Any:
     """Makes the model, and writes it as transformers does; its config is ``told`` more."""
     from penstock.services.modeling.load import with_head
+    from penstock.services.modeling.version_weights import persistent_buffers
 
     torch.manual_seed(0)
     config = config_of(family, **told)
     model = with_head(config, "language").from_config(config, dtype=torch.float32)
+    for buffer in persistent_buffers(model).values():  # as trained ones have it: who forgets them computes otherwise
+        buffer.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
     return model
 

@@ -14,6 +14,7 @@ from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
 from penstock.protocols.experience import PICTURE, Prompt
 from penstock.protocols.turn import Turn
 from penstock.services.modeling.load import load_config, load_model
+from penstock.services.modeling.version_weights import version_of
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.torch.engine import TorchEngine
 from penstock.services.turns.tokenizer import Tokenizer
@@ -100,7 +101,7 @@ def engine(folder: Path, max_length: int = 96) -> tuple[TorchEngine, Tokenizer]:
         lambda ids: text.decode([ids])[0], path=path,
     )  # fmt: skip
     model = load_model(path, "float32", torch.device("cpu"))
-    made.swap(made.prepare({name: weight.detach() for name, weight in model.named_parameters()}), 0)
+    made.swap(made.prepare(version_of(model)), 0)
     return made, text
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from penstock.pipeline.bench.machine import describe
 from penstock.protocols.experience import Sampling
 from penstock.services.modeling.load import device_of
+from penstock.services.modeling.version_weights import version_of
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.base import Request
 from penstock.services.rollout.engines.torch.engine import TorchEngine
@@ -45,7 +46,7 @@ def bench(
     engine_config = TorchEngineConfig(max_sequences=batch, max_length=PROMPT_TOKENS[1] + NEW_TOKENS[1])
     dtype = str(model.dtype).removeprefix("torch.")
     engine = TorchEngine(engine_config, model.config, dtype, set(), lambda ids: "")
-    engine.swap(engine.prepare(dict(model.named_parameters())), 0)
+    engine.swap(engine.prepare(version_of(model)), 0)
 
     def ours() -> None:
         for number, (prompt, new) in enumerate(zip(prompts, answers, strict=True)):

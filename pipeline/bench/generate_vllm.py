@@ -17,6 +17,7 @@ from rich.table import Table
 from penstock.pipeline.bench.generate import NEW_TOKENS, PROMPT_TOKENS, make_model
 from penstock.pipeline.bench.machine import describe
 from penstock.protocols.experience import Sampling
+from penstock.services.modeling.version_weights import version_of
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.rollout.engines.base import Request
 from penstock.services.rollout.engines.vllm.engine import VllmEngine
@@ -55,7 +56,7 @@ def bench(
         console.print("starting vLLM twice: ours, and a plain one", highlight=False)
         ours = VllmEngine(config, model.config, path, dtype, set(), Sampling(), threads)
         plain = VllmEngine(config, model.config, path, dtype, set(), Sampling(), threads)
-        weights = dict(model.named_parameters())
+        weights = version_of(model)
         for engine in (ours, plain):
             engine.swap(engine.prepare(weights), 0)
         rates: dict[str, list[float]] = {"penstock vllm engine": [], "plain AsyncLLM": []}

@@ -26,6 +26,7 @@ from penstock.services.modeling.precision import LOGPROBS
 from penstock.services.modeling.routing import Replay, as_given, mixture_of
 from penstock.services.modeling.sight import give_sight
 from penstock.services.modeling.towers import towers
+from penstock.services.modeling.version_weights import version_of
 from penstock.services.rollout.engines.base import Completion, Engine, EngineError, Refusal, Request, RequestError
 from penstock.services.rollout.service import make_engine
 from penstock.services.runtime import logs
@@ -126,7 +127,7 @@ def _examine(
                 for parameter in (p for p in model.parameters() if id(p) not in frozen):
                     parameter.mul_(1 + NUDGE * torch.randn(parameter.shape, dtype=torch.float32).to(parameter.dtype))
         say(f"loading version {version}")
-        weights = {name: p.detach() for name, p in model.named_parameters()}
+        weights = version_of(model)
         if not engine.remote:  # which copies them itself
             weights = {name: tensor.clone() for name, tensor in weights.items()}
         prepared = engine.prepare(weights)

@@ -34,6 +34,7 @@ from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.resting import Resting
 from penstock.services.modeling.routing import mixture_of
 from penstock.services.modeling.sight import resting_sight
+from penstock.services.modeling.version_weights import persistent_buffers
 from penstock.services.runtime import allowance
 
 log = structlog.get_logger()
@@ -241,9 +242,13 @@ class ModelLearner:
                 weight.gather()
 
     def _published(self, every: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor | Gathered]:
+        if self.adapted and self._learning.sends_adapter:
+            return {**self.adapted.alone}
+        place = next(iter(every.values())).device  # parameters that are offloaded lie elsewhere than buffers
+        buffers = {name: torch.nn.Buffer(b.to(place)) for name, b in persistent_buffers(self.model).items()}
         if self.adapted:
-            return {**(self.adapted.alone if self._learning.sends_adapter else self.adapted.published)}
-        return {name: Turned(p, self.world) if is_turned(p) else p for name, p in every.items()}
+            return {**self.adapted.published, **buffers}
+        return {**{name: Turned(p, self.world) if is_turned(p) else p for name, p in every.items()}, **buffers}
 
     def _sums_once(self, when: str) -> bool:
         """With ``auto``, where every rank has room for the whole model's gradients, in fp32."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.load import ModelError, empty_model, folder_of
+from penstock.services.modeling.version_weights import persistent_buffers
 from penstock.services.modeling.weight_files import WeightFiles
 from penstock.services.runtime.errors import SetupError
 
@@ -40,8 +42,18 @@ class AdapterBase:
         self._path, self._dtype = path, DTYPES[dtype]
 
     @cached_property
+    def _model(self) -> Any:
+        return empty_model(self._path)
+
+    @cached_property
     def _files(self) -> WeightFiles:
-        return WeightFiles(folder_of(self._path), empty_model(self._path)).__enter__()
+        return WeightFiles(folder_of(self._path), self._model).__enter__()
+
+    @cached_property
+    def _names(self) -> dict[str, torch.dtype]:
+        """Of the files' weights, and what each is made as: buffers are no part of what is computed in few bits."""
+        whole = persistent_buffers(self._model)
+        return {name: torch.float32 if name in whole else self._dtype for name in self._files.names}
 
     def check(self, names: Iterable[str]) -> None:
         """Finds the files, which takes long where they come from the hub. Raises `ModelError`, or `SetupError` where
@@ -63,7 +75,7 @@ class AdapterBase:
         for layer in layers:
             if f"{layer}.weight" not in self._files:
                 raise ModelError(f"{self._path} has no {layer}.weight, to which the version's adapter adds")
-        return _Merged(self._files, version, layers, self._dtype, device)
+        return _Merged(self._files, self._names, version, layers, device)
 
 
 class _Merged(Mapping[str, torch.Tensor]):
@@ -72,34 +84,33 @@ class _Merged(Mapping[str, torch.Tensor]):
     def __init__(
         self,
         files: WeightFiles,
+        names: Mapping[str, torch.dtype],
         adapter: Mapping[str, torch.Tensor],
         layers: set[str],
-        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._files, self._adapter, self._layers = files, adapter, layers
-        self._dtype, self._device = dtype, device
+        self._files, self._names, self._adapter, self._layers = files, names, adapter, layers
+        self._device = device
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files.names)
+        return iter(self._names)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._files  # and not by making it, as a Mapping would
+        return name in self._names  # and not by making it, as a Mapping would
 
     def __len__(self) -> int:
-        return len(self._files.names)
+        return len(self._names)
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._files:
-            raise KeyError(name)
+        dtype = self._names[name]
         block = tuple(slice(None) for _ in self._files.shape(name))
-        base = self._files.block(name, block).to(self._device, self._dtype)
+        base = self._files.block(name, block).to(self._device, dtype)
         layer = name.removesuffix(".weight")
         if layer == name or layer not in self._layers:
             return base
         lengths = self._part(layer + LENGTHS) if layer + LENGTHS in self._adapter else None
-        return merge(base.float(), self._part(layer + A), self._part(layer + B), lengths).to(self._dtype)
+        return merge(base.float(), self._part(layer + A), self._part(layer + B), lengths).to(dtype)
 
     def _part(self, name: str) -> torch.Tensor:
         return self._adapter[name].to(self._device)

@@ -25,6 +25,7 @@ from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import Shape, World, local_device
 from penstock.services.modeling.routing import Replay, mixture_of
 from penstock.services.modeling.sight import give_sight
+from penstock.services.modeling.version_weights import version_of
 from penstock.services.modeling.whole_weights import AdapterBase
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.trainer.advantage_config import SelfDistillationAdvantage
@@ -122,7 +123,7 @@ def make_rank(context: ActorContext, settings: TrainerSettings) -> Rank:
         trainer = settings.trainer
         model = load_policy(path, settings.model_path, world, settings.dtype, trainer)
         if trainer.sends_adapter:
-            names = [plain_name(name) for name, _ in model.named_parameters() if not is_adapters(name)]
+            names = [plain_name(name) for name in version_of(model) if not is_adapters(name)]
             AdapterBase(settings.model_path, settings.dtype).check(names)
         compute_head_in(model, settings.head_dtype)
         if settings.routing_replay:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -34,11 +34,16 @@ def in_order(names: Iterable[str]) -> list[str]:
     return [name for group in ordered.values() for name in sorted(group, key=place)]
 
 
-def make_layout(shapes: dict[str, tuple[int, ...]], dtype: str, bucket_bytes: int = BUCKET_BYTES) -> Layout:
-    """The layout of tensors with these shapes, sent as ``dtype``."""
-    size = DTYPES[dtype].itemsize
-    weights = ((name, dtype, shapes[name], int(np.prod(shapes[name])) * size) for name in in_order(shapes))
-    return lay_out(weights, bucket_bytes)
+def make_layout(
+    shapes: Mapping[str, tuple[int, ...]], dtype: str, bucket_bytes: int = BUCKET_BYTES, own: Mapping[str, str] = {}
+) -> Layout:
+    """The layout of tensors with these shapes, sent as ``dtype``, or as the ``own`` one of some."""
+
+    def placed(name: str) -> tuple[str, str, tuple[int, ...], int]:
+        sent, shape = own.get(name, dtype), shapes[name]
+        return name, sent, shape, int(np.prod(shape)) * DTYPES[sent].itemsize
+
+    return lay_out(map(placed, in_order(shapes)), bucket_bytes)
 
 
 def view_weight(weight: Weight, buffer: torch.Tensor) -> torch.Tensor:

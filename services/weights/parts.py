@@ -41,8 +41,9 @@ def pieces_of(layout: Layout, rank: int, cut: Cut) -> list[list[Piece]]:
         elements = weight.nbytes // itemsize
         first, count = 0, elements
         if cut.ranks > 1:
-            row, rows = cut.rows(number, weight.shape[0], rank)
-            width = elements // max(1, weight.shape[0])
+            every = (*weight.shape, 1)[0]
+            row, rows = cut.rows(number, every, rank)
+            width = elements // max(1, every)
             first, count = row * width, rows * width
         begin, end = weight.offset + first * itemsize, weight.offset + (first + count) * itemsize
         at = begin

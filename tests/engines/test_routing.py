@@ -15,6 +15,7 @@ from penstock.protocols.experience import Sampling
 from penstock.protocols.routing import unknown
 from penstock.services.modeling.load import load_config
 from penstock.services.modeling.routing import Recorder
+from penstock.services.modeling.version_weights import version_of
 from penstock.services.rollout.config import SamplingConfig, TorchEngineConfig
 from penstock.services.rollout.engines.base import Completion, Request, RequestError
 from penstock.services.rollout.engines.torch.engine import TorchEngine
@@ -83,7 +84,7 @@ def test_the_torch_engine_notes_it_of_other_families(family: str, options: dict[
     config, sampling = load_config(str(tmp_path)), Sampling(n=2, max_new_tokens=6, routing_replay=True)
     limits = TorchEngineConfig(max_sequences=16, max_length=64)
     engine = TorchEngine(limits, config, "float32", {1}, str, path=str(tmp_path))
-    engine.swap(engine.prepare({name: weight.detach() for name, weight in made.named_parameters()}), 0)
+    engine.swap(engine.prepare(version_of(made)), 0)
     random = np.random.default_rng(0)
     asked = [Request(n, n, random.integers(2, 64, size).astype(np.int32), sampling) for n, size in enumerate([9, 7, 9])]
     for request in asked:

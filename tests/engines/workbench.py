@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.protocols.experience import Sampling
+from penstock.services.modeling.version_weights import version_of
 from penstock.services.rollout.config import EngineConfig, RolloutConfig, SamplingConfig
 from penstock.services.rollout.engines.base import Completion, Engine, Request
 from penstock.services.rollout.service import make_engine
@@ -56,7 +57,7 @@ class Workbench:
     def publish(self, which: int) -> int:
         """Serves model ``which`` from now on; returns the version."""
         model = self.models[which]
-        return self.serve(dict(model.named_parameters()), model)
+        return self.serve(version_of(model), model)
 
     def serve(self, weights: Mapping[str, torch.Tensor], model: Any) -> int:
         """The same of ``weights`` that make ``model``."""

@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import ApertusConfig, ApertusForCausalLM
 
+from penstock.protocols.digests import Gmac
 from penstock.protocols.experience import Trajectory
+from penstock.services.learning.model_learner import ModelLearner
 from penstock.services.modeling.dropout import without_dropout
 from penstock.services.modeling.experts import as_in_files
 from penstock.services.modeling.families import MIXTURES, STAGED, TENSOR, TENSOR_WHOLE, is_recurrent
@@ -31,6 +33,9 @@ from penstock.services.rollout.engines.torch.hybrid import HybridModel
 from penstock.services.rollout.engines.torch.native import NativeModel
 from penstock.services.rollout.engines.torch.recomputed import RecomputedModel
 from penstock.services.runtime.errors import SetupError
+from penstock.services.trainer.config import TrainerConfig
+from penstock.services.weights.layout import view_weights
+from penstock.services.weights.sender.shard_exporter import ShardExporter
 from tests import families
 from tests.conftest import TINY, make_group
 
@@ -63,7 +68,10 @@ def test_a_family_is_what_the_page_says(family: str, tmp_path: Path, monkeypatch
     made: Any = fitting_model(config, 4, 32, torch.float32, CPU, None)
     assert type(made) is KINDS[engine]
     if isinstance(made, HostedModel | RecomputedModel):
-        made.prepare({name: parameter.detach() for name, parameter in learned.named_parameters()})
+        ids = torch.arange(2, 30)
+        with torch.no_grad():
+            found, wanted = made.logits(made.prepare(_as_published(learned)), ids), own(input_ids=ids[None]).logits[0]
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     assert is_recurrent(config.get_text_config()) == (family in RECURRENT)
     known = {"T": family in TENSOR | TENSOR_WHOLE, "P": family in STAGED, "E": family in MIXTURES}
     known["S"] = ranks == "yes" and not (family in families.SEEING or family in RECURRENT)
@@ -105,6 +113,18 @@ RECURRENT = {
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe", "lfm2", "granitemoehybrid", "falcon_h1",
     "nemotron_h",
 }  # fmt: skip
+
+
+def _as_published(learned: Any) -> dict[str, torch.Tensor]:
+    """What an engine is sent of it in fp32; in 16 bits, of what transformers keeps whole, the same."""
+    published = ModelLearner(learned, TrainerConfig(), 1).published
+    gmac = Gmac.of_run("test")
+    source, half = (ShardExporter(published, dtype, 4096, World(CPU), gmac) for dtype in ("float32", "bfloat16"))
+    buffer = torch.zeros(source.layout.nbytes, dtype=torch.uint8)
+    source.write(buffer)
+    whole = {weight.name for weight in half.layout.weights if weight.dtype == "float32"}
+    assert whole == {name for name, weight in published.items() if isinstance(weight, torch.nn.Buffer)}
+    return view_weights(source.layout, buffer)
 
 
 def _learns(learned: Any, own: Any) -> None:

@@ -32,6 +32,7 @@ from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.rank_setup import load_policy
 from penstock.services.weights.layout import view_weights
 from penstock.services.weights.sender.shard_exporter import ShardExporter
+from tests import families
 from tests.conftest import TINY
 from tests.trainer.steps import Tokenizer, a_step
 
@@ -169,6 +170,17 @@ def test_the_adapter_alone_is_merged_by_who_receives_it_as_the_trainer_merges(
     sent["model.layers.7.self_attn.q_proj.lora_A.weight"] = torch.zeros(4, 32)
     with pytest.raises(ModelError, match=r"has no model.layers.7.self_attn.q_proj.weight"):
         AdapterBase(str(start), dtype).whole(sent, CPU)
+
+
+def test_who_merges_has_all_that_the_trainer_publishes(tmp_path: Path) -> None:
+    """Also what nobody trains, in fp32."""
+    families.write("deepseek_v3", tmp_path)
+    whole, alone = (learner(tmp_path, dtype="bfloat16", publish=how) for how in ("merged", "adapter"))
+    made = AdapterBase(str(tmp_path), "bfloat16").whole(published(alone), CPU)
+    wanted = published(whole, "bfloat16")
+    assert {name: made[name].dtype for name in made} == {name: weight.dtype for name, weight in wanted.items()}
+    assert all(torch.equal(made[name], weight) for name, weight in wanted.items()), "the adapter adds nothing yet"
+    assert torch.float32 in {weight.dtype for weight in wanted.values()}
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora"])

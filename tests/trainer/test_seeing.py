@@ -20,6 +20,7 @@ from penstock.services.modeling.packing import Layout, by_trajectory, plan_passe
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.pictures import PictureReader, placeholder
 from penstock.services.modeling.sight import check_shown, give_sight, resting_sight
+from penstock.services.modeling.version_weights import version_of
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.base import Request, RequestError
 from penstock.services.rollout.engines.torch.engine import TorchEngine
@@ -52,7 +53,7 @@ def sampled(folder: Path, prompts: list[Prompt], model: Any, disturb: bool = Fal
     stops = {text.plain.eos_token_id}
     limits = TorchEngineConfig(max_sequences=16, max_length=96)
     engine = TorchEngine(limits, config, "float32", stops, lambda ids: text.decode([ids])[0], path=str(folder))
-    engine.swap(engine.prepare({name: weight.detach() for name, weight in model.named_parameters()}), 0)
+    engine.swap(engine.prepare(version_of(model)), 0)
     tokens = [text.encode(prompt) for prompt in prompts]
     for number, prompt in enumerate(prompts):
         sampling = Sampling(n=3, max_new_tokens=12)

@@ -26,8 +26,9 @@ CACHED_BYTES = 1 << 19
 
 
 class ShardExporter:
-    """``named`` parameters, which may be cut over ``world``, as they are whenever they are asked for. ``loaded_bytes``:
-    what engines load of a version, where that is more than is sent. All ranks make theirs at once."""
+    """``named`` parameters, which may be cut over ``world``, as they are whenever they are asked for, sent as
+    ``dtype``; and buffers, sent as they are. ``loaded_bytes``: what engines load of a version, where that is more than
+    is sent. All ranks make theirs at once."""
 
     def __init__(
         self,
@@ -40,9 +41,12 @@ class ShardExporter:
     ) -> None:
         self.world, self.gmac = world, gmac
         every = world.of_stages({name: _about(p, world.stage) for name, p in named.items()})
-        self.layout = make_layout({name: tuple(about["shape"]) for name, about in every.items()}, dtype, bucket_bytes)
+        every = dict(sorted(every.items(), key=lambda item: bool(item[1]["dtype"])))  # buffers last, of all stages
+        shapes = {name: tuple(about["shape"]) for name, about in every.items()}
+        own = {name: about["dtype"] for name, about in every.items() if about["dtype"]}
+        self.layout = make_layout(shapes, dtype, bucket_bytes, own)
         self.loaded_bytes = max(self.layout.nbytes, loaded_bytes)
-        self._dtype = DTYPES[dtype]
+        self._dtypes = [DTYPES[weight.dtype] for weight in self.layout.weights]
         self._weights = [named.get(weight.name) for weight in self.layout.weights]
         self.device = next(iter(named.values())).device
         """Of the model."""
@@ -55,8 +59,8 @@ class ShardExporter:
             placed=tuple(of["stage"] for of in about) if world.shape.stages > 1 else (),
         )  # fmt: skip
         self.pieces = pieces_of(self.layout, world.rank, self.cut)
-        shapes = enumerate(weight.shape for weight in self.layout.weights)
-        self._rows = [self.cut.rows(number, shape[0], world.rank) for number, shape in shapes]
+        rows = enumerate((*weight.shape, 1)[0] for weight in self.layout.weights)
+        self._rows = [self.cut.rows(number, count, world.rank) for number, count in rows]
         """First row and number of rows that this rank sends, of each weight."""
 
     def buckets(self, buffer: torch.Tensor, hashed: bool = False) -> Iterator[tuple[int, str | None]]:
@@ -78,7 +82,9 @@ class ShardExporter:
     def putter(self) -> Callable[[Piece, torch.Tensor, int], None]:
         """What writes a piece, cast, to a target (uint8 ``[bytes]``) from a byte of it on."""
         parts = _Parts(self._weights, self._rows)
-        return lambda piece, target, start: self._put(self._elements(parts, piece), target, start)
+        return lambda piece, target, start: _put(
+            self._elements(parts, piece), self._dtypes[piece.weight], target, start
+        )
 
     def digest(self) -> str:
         """Of the version that the weights make as they are now; for a world of one."""
@@ -95,14 +101,15 @@ class ShardExporter:
         hasher, written, hashed = self.gmac.hasher(), target.numpy(), 0
         for piece in self.pieces[index]:
             elements, end = self._elements(parts, piece), piece.start
-            cast = elements.dtype != self._dtype
+            dtype = self._dtypes[piece.weight]
+            cast = elements.dtype != dtype
             source: Any = elements if cast else elements.view(torch.uint8).numpy()  # views of numpy's cost far less
-            size = self._dtype.itemsize if cast else 1
+            size = dtype.itemsize if cast else 1
             for first in range(0, len(source), CACHED_BYTES // size):
                 block = source[first : first + CACHED_BYTES // size]
                 start, end = end, end + len(block) * size
                 if cast:
-                    self._put(block, target, start)
+                    _put(block, dtype, target, start)
                 else:
                     np.copyto(written[start:end], block)
                 hasher.update(written[hashed:end])  # with the padding before it
@@ -110,16 +117,17 @@ class ShardExporter:
         hasher.update(written[hashed:])
         return hasher.hexdigest()
 
-    def _put(self, elements: torch.Tensor, target: torch.Tensor, start: int) -> None:
-        """Writes them, cast, to ``target`` from byte ``start`` on."""
-        place = target[start : start + elements.numel() * self._dtype.itemsize]
-        if elements.dtype == self._dtype:
-            copy_bytes(elements.view(torch.uint8), place)
-        else:
-            place.view(self._dtype).copy_(elements)
-
     def _elements(self, parts: _Parts, piece: Piece) -> torch.Tensor:
         return parts.of(piece.weight)[piece.first : piece.first + piece.count]
+
+
+def _put(elements: torch.Tensor, dtype: torch.dtype, target: torch.Tensor, start: int) -> None:
+    """Writes them, cast, to ``target`` from byte ``start`` on."""
+    place = target[start : start + elements.numel() * dtype.itemsize]
+    if elements.dtype == dtype:
+        copy_bytes(elements.view(torch.uint8), place)
+    else:
+        place.view(dtype).copy_(elements)
 
 
 class _Parts:
@@ -158,7 +166,8 @@ def _sent(weight: torch.Tensor | Gathered, first: int, count: int) -> torch.Tens
 
 def _about(weight: torch.Tensor | Gathered, stage: int) -> dict[str, Any]:
     cut = {name: _cuts_rows(name, weight) for name in ("tensor", "expert")}
-    return {"shape": list(weight.shape), "stage": stage, **cut}
+    own = str(weight.dtype).removeprefix("torch.") if isinstance(weight, torch.nn.Buffer) else ""
+    return {"shape": list(weight.shape), "dtype": own, "stage": stage, **cut}
 
 
 def _cuts_rows(name: str, weight: torch.Tensor | Gathered) -> bool:

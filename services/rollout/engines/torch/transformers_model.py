@@ -15,6 +15,7 @@ from penstock.services.modeling.load import ModelError, attention_of, has_own_co
 from penstock.services.modeling.logprobs import LOGIT_BYTES
 from penstock.services.modeling.routing import Recorder
 from penstock.services.modeling.sight import Sight, resting_sight, sight_of
+from penstock.services.modeling.version_weights import persistent_buffers, version_of
 from penstock.services.rollout.engines.base import Request, RequestError
 
 
@@ -56,14 +57,18 @@ class TransformersModel:
             config, dtype=dtype, attn_implementation=attention_of(config), trust_remote_code=has_own_code(config)
         )
         compute_head_in(model, head_dtype)
+        for name in persistent_buffers(model):  # as the trainer computes with them
+            prefix, _, last = name.rpartition(".")
+            module = model.get_submodule(prefix)
+            module._buffers[last] = module._buffers[last].float()
         return model.to(self._device).eval()
 
     def prepare(self, named: Mapping[str, torch.Tensor]) -> Any:
         """Loads a version into the copy that does not serve."""
         shadow = self._spare[0] if self._spare[0] is not self.weights else self._spare[1]
         missing, unexpected = shadow.load_state_dict(dict(named), strict=False)
-        buffers = {name for name, _ in shadow.named_buffers()}
-        missing = [name for name in missing if name not in buffers and name not in _tied(shadow)]
+        wanted = version_of(shadow).keys() - _tied(shadow)
+        missing = [name for name in missing if name in wanted]
         if missing or unexpected:
             raise ModelError(f"the version does not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}")
         shadow.tie_weights()

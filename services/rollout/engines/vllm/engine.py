@@ -160,8 +160,8 @@ class VllmEngine(AsyncEngine):
     def prepare(self, weights: Mapping[str, torch.Tensor], memory: MappedVersion | None = None) -> MappedVersion:
         """See `base.Engine.prepare`. Weights that lie in memory of this process alone are copied once."""
         if memory is None:
-            dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-            layout = make_layout({name: tuple(tensor.shape) for name, tensor in weights.items()}, dtype)
+            own = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in weights.items()}
+            layout = make_layout({name: tuple(tensor.shape) for name, tensor in weights.items()}, "float32", own=own)
             buffer = HostBuffer(layout.nbytes, shared=True)
             for name, view in view_weights(layout, buffer.tensor).items():
                 view.copy_(weights[name])
