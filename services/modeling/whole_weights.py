@@ -51,9 +51,10 @@ class AdapterBase:
 
     @cached_property
     def _names(self) -> dict[str, torch.dtype]:
-        """Of the files' weights, and what each is made as: buffers are no part of what is computed in few bits."""
-        whole = persistent_buffers(self._model)
-        return {name: torch.float32 if name in whole else self._dtype for name in self._files.names}
+        """Of the model's weights in the files, which may have more, such as heads that predict several tokens; and what
+        each is made as: buffers are no part of what is computed in few bits."""
+        known, whole = self._model.state_dict(), persistent_buffers(self._model)
+        return {n: torch.float32 if n in whole else self._dtype for n in self._files.names if n in known}
 
     def check(self, names: Iterable[str]) -> None:
         """Finds the files, which takes long where they come from the hub. Raises `ModelError`, or `SetupError` where

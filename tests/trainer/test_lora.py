@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from penstock.pipeline.config import load
@@ -173,8 +173,10 @@ def test_the_adapter_alone_is_merged_by_who_receives_it_as_the_trainer_merges(
 
 
 def test_who_merges_has_all_that_the_trainer_publishes(tmp_path: Path) -> None:
-    """Also what nobody trains, in fp32."""
+    """Also what nobody trains, in fp32; and no more of the files than the model has."""
     families.write("deepseek_v3", tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.4.eh_proj.weight": torch.zeros(4, 4)}, file, {"format": "pt"})
     whole, alone = (learner(tmp_path, dtype="bfloat16", publish=how) for how in ("merged", "adapter"))
     made = AdapterBase(str(tmp_path), "bfloat16").whole(published(alone), CPU)
     wanted = published(whole, "bfloat16")
