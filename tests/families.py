@@ -57,6 +57,12 @@ TEXT: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32}, "gpt_neox": {},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
 }  # fmt: skip
+PARTLY = {
+    "Moonlight": ("deepseek_v3", TEXT["deepseek_v3"] | {"q_lora_rank": None}),
+    "Gemma 4 E2B": ("gemma4_text", TEXT["gemma4_text"] | {"num_kv_shared_layers": 2}),
+    "Gemma 4 31B": ("gemma4_text", TEXT["gemma4_text"] | {"attention_k_eq_v": True}),
+}
+"""Models some of whose layers lack a projection that others of their family have."""
 _TURNS: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 1e4}}
 SEEING = {
     "qwen2_5_vl": (
@@ -90,6 +96,8 @@ def config_of(family: str, vocab_size: int = 64, **more: Any) -> Any:
     """transformers' config of a tiny model; ``more``: what else that of one that sees is told."""
     from transformers import AutoConfig
 
+    if family in PARTLY:
+        return _text(*PARTLY[family])
     if family not in SEEING:
         return _text(family, TEXT[family])
     kind, own = SEEING[family]

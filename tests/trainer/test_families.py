@@ -27,6 +27,8 @@ from penstock.services.modeling.parallel.fsdp import check_shares_rows
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.towers import towers
+from penstock.services.modeling.version_weights import weight_names
+from penstock.services.rollout.engines.base import EngineError, refuse_partial
 from penstock.services.rollout.engines.torch.fitting import fitting_model
 from penstock.services.rollout.engines.torch.hosted import HostedModel
 from penstock.services.rollout.engines.torch.hybrid import HybridModel
@@ -64,13 +66,15 @@ def test_a_family_is_what_the_page_says(family: str, tmp_path: Path, monkeypatch
     in_files = {name for name, _ in as_in_files(learned.config.model_type, learned.state_dict())}
     assert (in_files == load_file(tmp_path / "model.safetensors").keys()) == (family not in RENAMED)
 
+    version = _as_published(learned)
+    refuse_partial(version.keys(), str(tmp_path))
     config = load_config(str(tmp_path))
     made: Any = fitting_model(config, 4, 32, torch.float32, CPU, None)
     assert type(made) is KINDS[engine]
     if isinstance(made, HostedModel | RecomputedModel):
         ids = torch.arange(2, 30)
         with torch.no_grad():
-            found, wanted = made.logits(made.prepare(_as_published(learned)), ids), own(input_ids=ids[None]).logits[0]
+            found, wanted = made.logits(made.prepare(version), ids), own(input_ids=ids[None]).logits[0]
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     assert is_recurrent(config.get_text_config()) == (family in RECURRENT)
     known = {"T": family in TENSOR | TENSOR_WHOLE, "P": family in STAGED, "E": family in MIXTURES}
@@ -93,6 +97,15 @@ def test_a_family_is_what_the_page_says(family: str, tmp_path: Path, monkeypatch
     trained = [name for name, parameter in half(Adapter(4, 8, ())).named_parameters() if parameter.requires_grad]
     assert trained and all(".lora_" in name for name in trained)
     assert not any(name.startswith(tower) for name in trained for tower in towers(learned))
+
+
+@pytest.mark.parametrize("model", families.PARTLY)
+def test_engines_want_the_projections_that_a_model_has(model: str, tmp_path: Path) -> None:
+    families.config_of(model).save_pretrained(tmp_path)
+    names = weight_names(str(tmp_path))
+    refuse_partial(names, str(tmp_path))
+    with pytest.raises(EngineError, match="comes without its up_proj"):
+        refuse_partial(names - {"model.layers.0.mlp.up_proj.weight"}, str(tmp_path))
 
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4"])

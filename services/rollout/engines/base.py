@@ -11,6 +11,7 @@ import numpy as np
 from penstock.protocols.experience import Finish, Sampling, no_candidates
 from penstock.protocols.keys import ClientKeys
 from penstock.protocols.routing import no_routing
+from penstock.services.modeling.version_weights import weight_names
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.layout import FUSED
 from penstock.services.weights.receiver.loader import WeightLoader
@@ -26,17 +27,18 @@ class EngineError(RuntimeError):
     """The engine is dead or does not answer; says which part, and for how long. The rollout is started again."""
 
 
-def refuse_partial(names: Collection[str]) -> None:
-    """Raises `EngineError` where a matrix that engines fuse would arrive in part: they would serve wrong weights. What
-    is to be merged with a whole model may."""
+def refuse_partial(names: Collection[str], path: str) -> None:
+    """Raises `EngineError` where a matrix that engines fuse would arrive in part, of those that the model at ``path``
+    has: they would serve wrong weights. What is to be merged with a whole model may."""
     for name in names:
         if ".lora_" in name:
             continue
         for family in FUSED:
             for member in family:
                 if f".{member}." in name:
-                    missing = [m for m in family if name.replace(f".{member}.", f".{m}.") not in names]
-                    if missing:
+                    others = {m: name.replace(f".{member}.", f".{m}.") for m in family}
+                    lacking = [m for m in family if others[m] not in names]
+                    if missing := [m for m in lacking if others[m] in weight_names(path)]:
                         raise EngineError(
                             f"{name} comes without its {' and '.join(missing)}, which engines fuse with it"
                         )

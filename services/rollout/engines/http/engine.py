@@ -216,7 +216,7 @@ class HttpEngine(AsyncEngine):
 
     def prepare(self, weights: Mapping[str, torch.Tensor], memory: MappedVersion | None = None) -> Version:
         """See `base.Engine.prepare`: writes the version, in a folder of its own."""
-        refuse_partial(weights.keys())
+        refuse_partial(weights.keys(), str(self._model_path))
         for old in self._written[: 1 - KEPT]:
             shutil.rmtree(old, ignore_errors=True)
         folder = Path(tempfile.mkdtemp(prefix=f"{_OWNER}{os.getpid()}-", dir=self._folder))

@@ -122,6 +122,7 @@ class VllmEngine(AsyncEngine):
             config, model_path, dtype, self._raw, kv, positions, sampling.top_k, self._routed, sleeps, beside,
             head_dtype, is_recurrent(model_config), pictures is not None,
         )  # fmt: skip
+        self._model_path = model_path
         self._model_config, self._adapter = model_config, lora_request() if beside else None
         self._pictures, self.blind = pictures, "" if pictures else BLIND
         self._opening = asyncio.Lock()
@@ -167,7 +168,7 @@ class VllmEngine(AsyncEngine):
                 view.copy_(weights[name])
             self._shared = [*self._shared[-1:], buffer]
             memory = MappedVersion(buffer.path, 0, layout)
-        refuse_partial(memory.layout.names)
+        refuse_partial(memory.layout.names, self._model_path)
         return memory
 
     def score(self, prepared: Any, tokens: np.ndarray) -> np.ndarray:

@@ -85,7 +85,7 @@ class ShadowTransfer(WeightTransferEngine[ShadowInit, ShadowUpdate]):
     def receive_weights(self, update_info: ShadowUpdate) -> None:
         """Loads all weights. A version is whole, so projections that vLLM fuses arrive together."""
         weights = self._base.whole(self._tensors(update_info), self.device)
-        refuse_partial(weights.keys())
+        refuse_partial(weights.keys(), self.model_config.model)
         loaded = self.model.load_weights(as_in_files(self.model_config.hf_config.model_type, weights))
         if loaded is not None and (missing := self._awaited - loaded):
             raise ValueError(f"the version does not fill {', '.join(sorted(missing)[:3])} of vLLM's model")
