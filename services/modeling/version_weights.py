@@ -27,8 +27,17 @@ def version_of(model: Any) -> dict[str, torch.Tensor]:
     return {**{name: parameter.detach() for name, parameter in model.named_parameters()}, **persistent_buffers(model)}
 
 
-@cache
 def weight_names(path: str) -> frozenset[str]:
     """Of all weights of the model at ``path``, a folder or a hub name, those that are tied included. Raises
     `ModelError`."""
-    return frozenset(empty_model(path).state_dict())
+    return frozenset(_counted(path))
+
+
+def weight_count(path: str) -> int:
+    """How many numbers they are. Raises `ModelError`."""
+    return sum(_counted(path).values())
+
+
+@cache
+def _counted(path: str) -> dict[str, int]:
+    return {name: weight.numel() for name, weight in empty_model(path).state_dict().items()}

@@ -47,7 +47,8 @@ class VllmEngineConfig(Section):
     start_s: float = Field(600.0, gt=0)
     """vLLM must be ready after so many seconds."""
     deadline_s: float = Field(60.0, gt=0)
-    """An engine that has not answered for so many seconds is taken for dead; the rollout is then started again."""
+    """An engine that has not answered for so many seconds is taken for dead; the rollout is then started again. While
+    it loads a version, as many as its bytes take at 200 MB/s, where that is more."""
     vllm: dict[str, Any] = {}
     """Any other engine argument of vLLM, by its own name, e.g. ``{tensor_parallel_size: 2}``, or
     gpu_memory_utilization, quantization, max_num_batched_tokens, enforce_eager, kv_cache_memory_bytes and so on."""

@@ -20,6 +20,7 @@ from penstock.services.modeling.precision import LOGPROBS
 from penstock.services.modeling.whole_weights import A, B
 from penstock.services.rollout.config import SamplingConfig
 from penstock.services.rollout.engines.base import Completion, EngineError, Refusal, RequestError
+from penstock.services.rollout.engines.vllm import engine
 from penstock.services.runtime.errors import LibraryError, SetupError
 from tests.engines.test_conformance import check
 from tests.engines.workbench import CLOSE, Workbench, make_models
@@ -63,9 +64,16 @@ def test_an_evaluation_is_drawn_at_any_temperature(bench: Workbench) -> None:
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
-def test_a_dead_or_silent_engine_core_is_noticed_and_named(bench: Workbench, sign: signal.Signals) -> None:
-    """Also while nothing is asked of it."""
-    process = core()
+def test_a_dead_or_silent_engine_core_is_noticed_and_named(
+    bench: Workbench, sign: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while nothing is asked of it; and one that loads a version may take as long as its bytes do."""
+    process, told = core(), bench.engine._config
+    with monkeypatch.context() as slow:
+        slow.setattr(engine, "LOAD_BYTES_S", 1e5)
+        slow.setattr(bench.engine, "_config", told.model_copy(update={"deadline_s": 0.001}))
+        bench.publish(1)
+        bench.engine._deadline_s = told.deadline_s  # or its watch would not wait, either
     os.kill(process.pid, sign)
     started = time.monotonic()
     with pytest.raises(EngineError, match=rf"vLLM failed.*{process.pid}"):

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from penstock.services.modeling.experts import experts_of
 from penstock.services.modeling.families import is_recurrent
 from penstock.services.modeling.lengths import positions_of
 from penstock.services.modeling.pictures import PictureReader
+from penstock.services.modeling.version_weights import weight_count
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.rollout.engines.asynchronous import CLOSE_S, AsyncEngine
 from penstock.services.rollout.engines.base import (
@@ -35,6 +35,7 @@ from penstock.services.rollout.engines.vllm.arguments import engine_arguments, e
 from penstock.services.rollout.engines.vllm.cause import Said
 from penstock.services.rollout.engines.vllm.prompts import BLIND, check_shown, shown_prompt
 from penstock.services.rollout.engines.vllm.results import as_recorded, completion_of
+from penstock.services.rollout.engines.vllm.statistics import Load
 from penstock.services.runtime.errors import LibraryError, SetupError
 from penstock.services.weights.buffers import HostBuffer
 from penstock.services.weights.config import WeightsConfig
@@ -48,29 +49,12 @@ AHEAD = -1
 """Priority of a score: it waits for no seat and for no queue."""
 MOVES = 5
 """So many times as long as for anything else the weights may take to leave a device, or to come back."""
+DEADLINE = "rollout.engine.deadline_s"
+LOAD_BYTES_S = 2e8
+"""A version may take as long to be loaded as its bytes do at this rate, where that is longer than the deadline: workers
+that merge an adapter read the model from a disk."""
 SHUTDOWN_S = 1.0
 """Its engine core is given this long to end; there is nothing that it would lose."""
-
-
-@dataclass
-class Load:
-    """What vLLM's scheduler says of itself, over all of its engine cores."""
-
-    running: dict[int, int] = field(default_factory=dict)
-    waiting: dict[int, int] = field(default_factory=dict)
-    kv_usage: dict[int, float] = field(default_factory=dict)
-    generated: int = 0
-    preempted: int = 0
-
-    def record(self, core: int, scheduler: Any, iteration: Any) -> None:
-        """Takes a step's statistics."""
-        if scheduler is not None:
-            self.running[core] = scheduler.num_running_reqs
-            self.waiting[core] = scheduler.num_waiting_reqs
-            self.kv_usage[core] = scheduler.kv_cache_usage
-        if iteration is not None:
-            self.generated += iteration.num_generation_tokens
-            self.preempted += iteration.num_preempted_reqs
 
 
 class VllmEngine(AsyncEngine):
@@ -122,12 +106,12 @@ class VllmEngine(AsyncEngine):
             config, model_path, dtype, self._raw, kv, positions, sampling.top_k, self._routed, sleeps, beside,
             head_dtype, is_recurrent(model_config), pictures is not None,
         )  # fmt: skip
-        self._model_path = model_path
+        self._model_path, self._weight_bytes = model_path, DTYPES[dtype].itemsize
         self._model_config, self._adapter = model_config, lora_request() if beside else None
         self._pictures, self.blind = pictures, "" if pictures else BLIND
         self._opening = asyncio.Lock()
         started, before = time.monotonic(), set(psutil.Process().children(recursive=True))
-        self.llm: Any = self.call(self._start(arguments), config.start_s, "start")
+        self.llm: Any = self.call(self._start(arguments), config.start_s, "start (rollout.engine.start_s)")
         parallel = self.llm.vllm_config.parallel_config
         self.workers = parallel.world_size * parallel.data_parallel_size
         self._processes = _processes(before)
@@ -173,7 +157,7 @@ class VllmEngine(AsyncEngine):
 
     def score(self, prepared: Any, tokens: np.ndarray) -> np.ndarray:
         """See `base.Engine.score`."""
-        return self.call(self._score(tokens.tolist()), self._config.deadline_s, "score a sequence")
+        return self.call(self._score(tokens.tolist()), self._config.deadline_s, f"score a sequence ({DEADLINE})")
 
     def join_workers(self, address: str, weights: WeightsConfig, keys: ClientKeys | None) -> None:
         """See `base.WorkerEngine.join_workers`."""
@@ -183,26 +167,31 @@ class VllmEngine(AsyncEngine):
             "keys": dataclasses.asdict(keys) if keys else None,
         }
         join = self.llm.collective_rpc("penstock_join", kwargs=told)
-        self.call(join, self._config.deadline_s, "have its workers join the weight channel")
+        self.call(join, self._config.deadline_s, f"have its workers join the weight channel ({DEADLINE})")
 
     def swap(self, prepared: MappedVersion | ReceivedVersion, version: int) -> None:
         """See `base.Engine.swap`. Requests in flight are frozen, not lost, while the workers load."""
-        self.call(self._load_version(prepared, version), self._config.deadline_s, f"load version {version}")
+        slowest_s = weight_count(self._model_path) * self._weight_bytes / LOAD_BYTES_S
+        within_s = max(self._config.deadline_s, slowest_s)
+        what = f"load version {version} ({DEADLINE})"
+        self._patiently(self._load_version(prepared, version), within_s, what)
         self.serve(version)
 
     def sleep(self) -> None:
         """See `base.SleepingEngine.sleep`. A CPU has nothing to give back: there vLLM only stops."""
-        self._move(self.llm.engine_core.sleep_async(1, "keep"), "go to sleep")
+        within_s = MOVES * self._config.deadline_s  # the first time the host's memory for the weights is made
+        self._patiently(self.llm.engine_core.sleep_async(1, "keep"), within_s, f"go to sleep ({DEADLINE})")
 
     def wake(self) -> None:
         """See `base.SleepingEngine.wake`."""
-        self._move(self.llm.engine_core.wake_up_async(None), "wake up")
+        within_s = MOVES * self._config.deadline_s
+        self._patiently(self.llm.engine_core.wake_up_async(None), within_s, f"wake up ({DEADLINE})")
 
-    def _move(self, asked: Coroutine[Any, Any, Any], what: str) -> None:
-        """The weights leave the device, or come back: the first time the host's memory for them is made."""
-        self._deadline_s = MOVES * self._config.deadline_s
+    def _patiently(self, asked: Coroutine[Any, Any, Any], within_s: float, what: str) -> None:
+        """`call` of something in which the engine core answers nobody else."""
+        self._deadline_s = within_s
         try:
-            self.call(asked, self._deadline_s, what)
+            self.call(asked, within_s, what)
         finally:
             self._deadline_s = self._config.deadline_s
 
@@ -377,7 +366,7 @@ class VllmEngine(AsyncEngine):
                 try:
                     await asyncio.wait_for(self.llm.is_paused(), self._deadline_s)
                 except TimeoutError:
-                    self.fail(f"no answer for {self._deadline_s:g} s (rollout.engine.deadline_s)")
+                    self.fail(f"no answer for {self._deadline_s:g} s ({DEADLINE})")
                 except Exception as error:
                     self.fail(f"{type(error).__name__}: {error}")
                 asked = time.monotonic()
