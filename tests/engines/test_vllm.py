@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,22 @@ from tests.engines.test_conformance import check
 from tests.engines.workbench import CLOSE, Workbench, make_models
 
 pytestmark = pytest.mark.vllm
-OPTIONS = {"type": "vllm", "max_length": 128, "max_sequences": 8, "deadline_s": 4, "vllm": {"enforce_eager": True}}
+EAGER = {"enforce_eager": True}
+OPTIONS = {"type": "vllm", "max_length": 128, "max_sequences": 8, "deadline_s": 4, "vllm": EAGER}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workbench]:
+    """For tests that leave the engine alive."""
+    folder = tmp_path_factory.mktemp("model")
+    bench = Workbench(folder, make_models(folder), {**OPTIONS, "vllm": {**EAGER, "block_size": 32}}, SamplingConfig())
+    bench.publish(0)
+    yield bench
+    bench.engine.close()
 
 
 @pytest.fixture
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workbench]:
     folder = tmp_path_factory.mktemp("model")
     bench = Workbench(folder, make_models(folder), OPTIONS, SamplingConfig())
     bench.publish(0)
@@ -38,8 +50,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Any:
     bench.engine.close()
 
 
-def core() -> psutil.Process:
-    (found,) = [p for p in psutil.Process().children(recursive=True) if "EngineCore" in p.name()]
+def core(bench: Workbench) -> psutil.Process:
+    (found,) = [p for p in bench.engine._processes if "EngineCore" in p.name()]
     return found
 
 
@@ -63,27 +75,38 @@ def test_an_evaluation_is_drawn_at_any_temperature(bench: Workbench) -> None:
     assert len(answers) == 4 and all(np.isfinite(each.logprobs).all() and len(each.tokens) for each in answers)
 
 
+def test_a_version_that_comes_again_with_other_weights_takes_no_keys_of_the_first(bench: Workbench) -> None:
+    """As a step does that is redone after a crash."""
+    random = np.random.default_rng(0)
+    prompt = random.integers(2, bench.vocabulary, 64).astype(np.int32)  # two blocks of the cache
+    for which in (0, 1):
+        bench.publish(which)
+        for completion in bench.run(bench.request(random, prompt, max_new_tokens=5)):
+            check(bench, prompt, completion)
+        bench.version -= 1
+
+
 @pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_dead_or_silent_engine_core_is_noticed_and_named(
-    bench: Workbench, sign: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    mortal: Workbench, sign: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while nothing is asked of it; and one that loads a version may take as long as its bytes do."""
-    process, told = core(), bench.engine._config
+    process, told = core(mortal), mortal.engine._config
     with monkeypatch.context() as slow:
         slow.setattr(engine, "LOAD_BYTES_S", 1e5)
-        slow.setattr(bench.engine, "_config", told.model_copy(update={"deadline_s": 0.001}))
-        bench.publish(1)
-        bench.engine._deadline_s = told.deadline_s  # or its watch would not wait, either
+        slow.setattr(mortal.engine, "_config", told.model_copy(update={"deadline_s": 0.001}))
+        mortal.publish(1)
+        mortal.engine._deadline_s = told.deadline_s  # or its watch would not wait, either
     os.kill(process.pid, sign)
     started = time.monotonic()
     with pytest.raises(EngineError, match=rf"vLLM failed.*{process.pid}"):
         while time.monotonic() - started < 30:
-            bench.engine.gauges()
+            mortal.engine.gauges()
             time.sleep(0.1)
     assert time.monotonic() - started < 10  # a quarter of the deadline until it is asked, the deadline to answer
     with pytest.raises(EngineError):
-        bench.publish(1)
-    bench.engine.close()
+        mortal.publish(1)
+    mortal.engine.close()
     assert not psutil.pid_exists(process.pid) or process.status() == psutil.STATUS_ZOMBIE
 
 

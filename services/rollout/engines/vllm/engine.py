@@ -97,7 +97,7 @@ class VllmEngine(AsyncEngine):
         if beside and experts_of(model_config):
             raise SetupError("rollout.engine.adapter: beside is not for mixtures of experts; use merged")
         self._load = Load()
-        self._requests, self._salt = 0, "-1"
+        self._requests, self._loads, self._salt = 0, 0, "-1"
         self._shared: list[HostBuffer] = []
         self._processes: list[psutil.Process] = []
         environment(threads)
@@ -317,7 +317,9 @@ class VllmEngine(AsyncEngine):
 
     async def _load_version(self, prepared: MappedVersion | ReceivedVersion, version: int) -> None:
         core = self.llm.engine_core
-        self._salt = str(version)  # before the pause: what is handed over meanwhile is computed after it
+        # A number may come again with other weights. Before the pause: what is handed over in it is computed after it.
+        self._loads += 1
+        self._salt = f"{version} {self._loads}"
         recompute = self._config.kv_on_update == "recompute"
         # Not `AsyncLLM.pause_generation`, which sleeps 20 ms after the same call.
         await core.pause_scheduler_async(mode="keep", clear_cache=recompute)
