@@ -19,6 +19,13 @@ def look(config: Config, report: Report) -> None:
             "run.deterministic: training is repeated to the bit, and what this engine samples is not: it follows from "
             "more than seed, group and sample"
         )
+    if isinstance(engine, VllmEngineConfig):
+        report.problems += [
+            f"rollout.engine.vllm.{name}=ray: workers that Ray starts are no children of the rollout, which hands them "
+            "versions; leave it out (mp), and take another rollout for each machine"
+            for name in ("distributed_executor_backend", "data_parallel_backend")
+            if engine.vllm.get(name) == "ray"
+        ]
     if isinstance(engine, PluginEngineConfig) and served:
         report.problems += _of_server(config, engine)
 

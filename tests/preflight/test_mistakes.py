@@ -549,6 +549,8 @@ MISTAKES = [
       overrides=["reference.path=/nowhere/model", "trainer.algorithm.kl.coefficient=0.1"]),
     m("an engine that is not there", "rollout.engine.name: 'nothing' is not of the form module:name",
       overrides=["rollout.engine={type: plugin, name: nothing}"]),
+    m("vLLM's workers on a cluster of Ray", "rollout.engine.vllm.distributed_executor_backend=ray: workers that Ray",
+      overrides=["rollout.engine={type: vllm, max_length: 40, vllm: {distributed_executor_backend: ray}}"]),
     m("a key of another optimizer", "trainer.optimizer: momentum is a key of type=muon alone",
       overrides=["trainer.optimizer.momentum=0.9"]),
     m("a head that a server was not started with", "model.head_dtype=float32: a server over HTTP (openai) computes",
