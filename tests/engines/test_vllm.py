@@ -19,9 +19,10 @@ from transformers import Qwen3MoeConfig
 from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.precision import LOGPROBS
 from penstock.services.modeling.whole_weights import A, B
-from penstock.services.rollout.config import SamplingConfig
+from penstock.services.rollout.config import SamplingConfig, VllmEngineConfig
 from penstock.services.rollout.engines.base import Completion, EngineError, Refusal, RequestError
 from penstock.services.rollout.engines.vllm import engine
+from penstock.services.rollout.engines.vllm.arguments import engine_arguments
 from penstock.services.runtime.errors import LibraryError, SetupError
 from tests.engines.test_conformance import check
 from tests.engines.workbench import CLOSE, Workbench, make_models
@@ -108,6 +109,14 @@ def test_a_dead_or_silent_engine_core_is_noticed_and_named(
         mortal.publish(1)
     mortal.engine.close()
     assert not psutil.pid_exists(process.pid) or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_drafts_tokens_is_read_from_its_files() -> None:
+    """And is not random, as what comes by the weight channel is at first."""
+    for drafts, read in (({"model": "small"}, "auto"), ({"method": "mtp"}, "auto"), ({"method": "ngram"}, None)):
+        config = VllmEngineConfig(vllm={"speculative_config": {"num_speculative_tokens": 2, **drafts}})
+        told = engine_arguments(config, "model", "float32", True, 1, 100, 0).speculative_config
+        assert told.get("draft_load_config", {}).get("load_format") == read, drafts
 
 
 @pytest.mark.slow

@@ -20,6 +20,8 @@ KV_SHARE = 0.2
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Of adapters: what vLLM makes room for."""
+WITHOUT_MODEL = ("ngram", "[ngram]", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
+"""Ways to draft tokens, of vLLM's ``speculative_config``, for which no weights are loaded."""
 LOGPROBS = 20
 """vLLM's own bound."""
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -118,6 +120,9 @@ def engine_arguments(
             raise SetupError(f"rollout.engine.adapter: vLLM takes ranks up to {RANKS[-1]}, not {beside}; use merged")
         rank = next(rank for rank in RANKS if rank >= beside)
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "load_format": "auto"}
+    drafts = arguments.get("speculative_config")
+    if isinstance(drafts, dict) and drafts.get("method") not in WITHOUT_MODEL:  # no version has what drafts
+        arguments["speculative_config"] = {"draft_load_config": {"load_format": "auto"}} | drafts
     if head_dtype:
         arguments["hf_overrides"] = (config.vllm.get("hf_overrides") or {}) | {"head_dtype": head_dtype}
     if sleeps and not current_platform.is_cpu():
