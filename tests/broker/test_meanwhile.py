@@ -49,6 +49,8 @@ def test_what_is_large_and_will_be_said_again_is_left_out_where_there_is_no_more
             assert time.monotonic() < until, "its heartbeats are not answered"
             time.sleep(0.01)
         kept = heard.said()
+        beats = [identity for identity, _, message in kept if isinstance(message, m.Heartbeat)]
+        assert beats == [reward.identity], "the newest: it is not dead, and holds what it says"
         assert sum(isinstance(message, m.Scores) for *_, message in kept) == 5, "as many as there is room for"
         while sum(future.done() for future in said) < 12:  # the rest is said again
             for identity, request, _ in kept:
