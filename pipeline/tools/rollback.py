@@ -11,13 +11,11 @@ import typer
 
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.run.lock import held
-from penstock.services.runtime.checkpoint_folders import MIXTURES, path_of, versions
+from penstock.services.runtime.checkpoint_folders import MIXTURES, TAIL_STEPS, path_of, versions
 from penstock.services.runtime.lines import each_line, line_of
 
 STEPS = ("metrics.jsonl", "ledger.jsonl", "samples.jsonl", "critic.jsonl", "eval_samples.jsonl")
 """Files of a line for each step or version, or several."""
-TAIL_STEPS = 200
-"""That the trainer's checkpoints remember: a critic that is further behind cannot follow any more."""
 WHOLE = ("redis", "summary.json", "report.html")
 """What speaks of the run as it has come to be."""
 

@@ -30,7 +30,7 @@ from penstock.services.learning.step_desk import ANSWER_DEADLINE_S, StepDesk
 from penstock.services.modeling.precision import LOGPROBS
 from penstock.services.runtime import failpoint
 from penstock.services.runtime.actor import Actor, ActorContext
-from penstock.services.runtime.checkpoint_folders import MIXTURES
+from penstock.services.runtime.checkpoint_folders import MIXTURES, TAIL_STEPS
 from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer.algorithm_config import CustomFunction
 from penstock.services.trainer.canary import CanaryBound
@@ -43,7 +43,6 @@ from penstock.services.weights.sender.snapshot import Snapshot
 
 log = structlog.get_logger()
 
-TAIL_STEPS = 200
 LOADING_POLL_S = 0.005
 
 
