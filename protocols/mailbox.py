@@ -84,11 +84,18 @@ class AddressError(OSError):
 
 
 @dataclass(slots=True)
+class _Deadline:
+    """Its future has it, too: of the request itself neither would ever be let go of."""
+
+    at: float
+
+
+@dataclass(slots=True)
 class _Request:
     frames: list[bytes | memoryview]
     what: str
     future: Future[Message]
-    deadline: float
+    deadline: _Deadline
     resend_at: float
     pause_s: float
     """Before it is sent the next time."""
@@ -165,8 +172,8 @@ class Mailbox:
         """Sends ``message`` and waits for its answer: ``deadline_s``, or longer (`waits_along`). Raises
         `DeadlineError`, `RefusedError` or `FencedError`."""
         asked = self.ask_later(message, deadline_s)
-        request: _Request = asked.penstock_request  # type: ignore[attr-defined]
-        while (left := request.deadline + LATE_S - time.monotonic()) > 0 and not asked.done():
+        deadline: _Deadline = asked.penstock_deadline  # type: ignore[attr-defined]
+        while (left := deadline.at + LATE_S - time.monotonic()) > 0 and not asked.done():
             wait_for([asked], left)
         return answer_to(asked, 0.0)
 
@@ -181,11 +188,12 @@ class Mailbox:
         frames = wire.encode(to_envelope(message, id=request_id))
         pause = RESEND_S + sum(map(len, frames)) / SLOW_LINE if again else deadline_s
         request = _Request(
-            frames, type(message).__name__, Future(), now + deadline_s, now + pause, pause,
+            frames, type(message).__name__, Future(), _Deadline(now + deadline_s), now + pause, pause,
             max(MOST_RESEND_S, pause) if patient else pause,
         )  # fmt: skip
         request.future.set_running_or_notify_cancel()
-        request.future.penstock_id, request.future.penstock_request = request_id, request  # type: ignore[attr-defined]
+        request.future.penstock_id = request_id  # type: ignore[attr-defined]
+        request.future.penstock_deadline = request.deadline  # type: ignore[attr-defined]
         self._send(request)
         return request.future
 
@@ -307,7 +315,7 @@ class Mailbox:
             return True
         if isinstance(message, Waits):
             for request in waiting.values() if self.waits_along else ():
-                request.deadline = max(request.deadline, self.heard_at + WAITS_S)
+                request.deadline.at = max(request.deadline.at, self.heard_at + WAITS_S)
             return True
         if isinstance(message, Fenced):
             self.fenced = FencedError(f"{self.identity} was replaced by {message.by}")
@@ -345,7 +353,7 @@ class Mailbox:
     def _overdue(self, line: Connection, waiting: dict[int, _Request], now: float) -> None:
         never = "" if self._heard else "; it has answered nothing so far: are keys missing, wrong, or not wanted there?"
         for request_id, request in list(waiting.items()):
-            if now >= request.deadline:
+            if now >= request.deadline.at:
                 del waiting[request_id]
                 late = f"{request.what}: no answer from {self.address} in time{never}"
                 request.future.set_exception(DeadlineError(late))

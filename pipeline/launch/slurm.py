@@ -24,10 +24,11 @@ _SCRIPT = """\
 # Written by penstock launch slurm. {words}
 {directives}
 
+export PENSTOCK_TERM_S=${{PENSTOCK_TERM_S:-120}}  # for the last checkpoint, so that there is time to be queued again
 cd {workdir} || exit 2
 {at_begin}again= stop=
-trap 'again=yes; kill -TERM $work' USR1  # the time limit is near
-trap 'stop=yes; kill -TERM $work' INT  # somebody ends the run
+trap '[ -n "$again$stop" ] || kill -TERM $work; again=yes' USR1  # the time limit is near; twice would be at once
+trap '[ -n "$again$stop" ] || kill -TERM $work; stop=yes' INT  # somebody ends the run
 trap 'kill -TERM $work' TERM  # Slurm takes the node, and may give another one
 {command} &
 work=$!
@@ -36,7 +37,8 @@ while :; do
   code=$?
   kill -0 $work 2>/dev/null || break  # a signal ends a wait, too
 done
-if {{ [ -n "$again" ] && [ $code -eq 130 ]; }} || {{ [ $code -eq 75 ]{unless}; }}; then  # 75: its run is not there yet
+if {{ [ -n "$again" ] && [ -z "$stop" ] && [ $code -eq 130 ]; }} ||
+  {{ [ $code -eq 75 ]{unless}; }}; then  # 75: its run is not there yet
   scontrol requeue $SLURM_JOB_ID && exit
 fi
 {at_end}exit $code

@@ -18,7 +18,7 @@ def findings(state: dict[str, Any], steps: Rows, drops: Rows) -> list[str]:
     """A sentence each, the gravest first: ``state`` is `protocols.messages.Status`, ``steps`` the rows of the steps,
     ``drops`` those of the dropped groups."""
     trackers = [
-        f"run.trackers: {name} failed to the end ({words}); metrics.jsonl has what it lacks"
+        f"run.trackers: {name} failed when the run ended ({words}); what it may lack is in metrics.jsonl"
         for name, words in state.get("trackers", {}).items()
     ]
     learned = [*_learned(state, steps), *other_store(state)]
@@ -30,7 +30,8 @@ def other_store(state: dict[str, Any]) -> Iterator[str]:
     if done := state["totals"].get("not_in_store"):
         yield (
             f"store.url: the store knew nothing of the {done} steps that were done when the run went on: it was "
-            "emptied, or is another one; what waited there is generated again, and totals and archive begin anew"
+            "emptied, is another one, or was set aside by penstock rollback; what waited there is generated again, and "
+            "totals begin anew"
         )
 
 

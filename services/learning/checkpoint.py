@@ -9,6 +9,7 @@ A checkpoint is written aside, synced and renamed, so one that has its name is w
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import secrets
 import shutil
@@ -131,10 +132,8 @@ class Saver:
         """Those of later versions, which others will be called."""
         for later in versions(self._folder):
             if later > version:
-                aside = _aside(path_of(self._folder, later))
-                shutil.rmtree(aside, ignore_errors=True)
-                path_of(self._folder, later).rename(aside)
-                shutil.rmtree(aside, ignore_errors=True)
+                with suppress(OSError):  # without its name it is no checkpoint any more
+                    _discard(path_of(self._folder, later))
 
     def close(self) -> None:
         """Until nothing is being written. Raises what went wrong."""
@@ -151,7 +150,7 @@ class Saver:
                     _discard(_aside(target))
             failures = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
             for failed, _ in failures:
-                if isinstance(failed, OSError):
+                if isinstance(failed, OSError) and failed.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     room, free = staged.nbytes / 2**30, shutil.disk_usage(self._folder).free / 2**30
                     said = f"{failed.strerror}: this rank's part of a checkpoint takes {room:.3g} GiB, and {free:.3g} "
                     raise OSError(failed.errno, f"{said}GiB are free on the disk of", str(target)) from error

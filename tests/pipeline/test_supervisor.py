@@ -113,7 +113,7 @@ WAITING = "waiting for the last checkpoint"
         ([["trainer", "rollout-0"], ["rollout-0"]], [], [signal.SIGINT], [WAITING, "not drained"]),
         ([["rollout-0"]], [], [], ["not drained"]),
         ([["trainer"]] * 4, [], [], [WAITING] * 3 + ["not drained"]),
-        ([["trainer"]], [], [signal.SIGTERM], ["not drained"]),
+        ([["trainer"]] * 2, [], [signal.SIGTERM], [WAITING, "not drained"]),
         ([[], []], ["trainer", None], [], [WAITING]),
     ],
 )
@@ -128,6 +128,7 @@ def test_a_checkpoint_is_waited_for_longer_than_anything_else(
     clock, notes, waits, members = iter(range(100)), list[str](), iter(left), iter(away)
     monkeypatch.setattr(launcher, "DRAIN_S", 0.5)
     monkeypatch.setattr(launcher, "CHECKPOINT_S", 3.5)
+    monkeypatch.setattr(launcher, "TERM_S", 1.5)
     monkeypatch.setattr(launcher.time, "monotonic", lambda: float(next(clock)))
     ended = list[str]()
 

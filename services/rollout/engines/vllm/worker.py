@@ -27,6 +27,7 @@ from penstock.services.modeling.lora import PREFIX
 from penstock.services.modeling.whole_weights import A, AdapterBase, is_alone
 from penstock.services.rollout.engines.base import refuse_partial
 from penstock.services.rollout.engines.vllm.plugin import ADAPTER
+from penstock.services.runtime import own_code
 from penstock.services.weights.buffers import Mappings
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.layout import view_weights
@@ -63,6 +64,7 @@ class ShadowTransfer(WeightTransferEngine[ShadowInit, ShadowUpdate]):
         self.receiver: WorkerReceiver | None = None
         """Once its rollout has had it join."""
         self._awaited: set[str] = set()
+        own_code.trust(self.model_config.trust_remote_code)
         self._base = AdapterBase(self.model_config.model, str(self.model_config.dtype).removeprefix("torch."))
         # It warns of layers that have nothing to load, at every version; what is missing is found below.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
