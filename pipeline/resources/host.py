@@ -164,8 +164,7 @@ def host_needs(config: Config) -> HostNeeds | None:
         offloaded = copies * (state + 4 * trained / GIB + towers) + frozen + more * weights
     engine, routing = config.rollout.engine, 0.0
     if config.rollout.sampling.routing_replay and isinstance(engine, TorchEngineConfig):
-        routed = shape.mixtures * shape.chosen * (1 if shape.experts < 256 else 2)
-        routing = engine.max_sequences * engine.max_length * routed / GIB
+        routing = engine.max_sequences * engine.max_length * shape.routed_bytes / GIB
     resting = 0.0
     if config.run.colocated:
         resting = codes + (0.0 if config.trainer.offload else copies * (state + towers) + frozen)

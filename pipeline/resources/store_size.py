@@ -18,7 +18,7 @@ def store_gib(config: Config) -> float:
     shape = shape_of(config)
     token: float = TOKEN_BYTES + CANDIDATE_BYTES * sum(scorer.top_k for scorer in config.scorers.values())
     if config.rollout.sampling.routing_replay and shape is not None:
-        token += shape.mixtures * shape.chosen * (1 if shape.experts < 256 else 2)
+        token += shape.routed_bytes
     if config.with_critic:
         every = max(config.trainer.checkpoint.every, config.critic.checkpoint.every)
     else:

@@ -139,6 +139,11 @@ class Shape:
         )  # fmt: skip
 
     @property
+    def routed_bytes(self) -> int:
+        """Of one token, which experts it was sent to, in all layers."""
+        return self.mixtures * self.chosen * (1 if self.experts < 256 else 2)
+
+    @property
     def whole(self) -> bool:
         """It is no stage of a pipeline."""
         return self.begins and self.ends_here
