@@ -24,7 +24,7 @@ def test_of_a_run_in_which_all_went_well_nothing_is_said() -> None:
     assert findings(state(rewards={"reward/exact_match": said}), steps(mismatch_kl_k3=0.01), []) == []
     assert findings(state(), steps(skipped=0.25), []) == [], "the other updates have changed the weights"
     (line,) = findings(state(trackers={"wandb": "ConnectionError: no network; 6 rows wait for it"}), steps(), [])
-    assert line.startswith("run.trackers: wandb failed to the end (ConnectionError: no network")
+    assert line.startswith("run.trackers: wandb failed when the run ended (ConnectionError: no network")
 
 
 FAILED = {
