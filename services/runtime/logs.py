@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import sys
@@ -13,19 +15,31 @@ import structlog
 LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
 
 
-class _Both:
-    """Writes to a file and to stderr."""
+class _Log:
+    """Writes lines to a file and, ``aloud``, to stderr. A full disk costs lines, never the actor."""
 
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
+    def __init__(self, file: TextIO, aloud: bool) -> None:
+        self._targets = [file, sys.stderr] if aloud else [file]
+        self._lost = 0
 
     def write(self, text: str) -> None:
-        self._file.write(text)
-        sys.stderr.write(text)
+        for target in self._targets:
+            try:
+                if self._lost and target is self._targets[0]:
+                    gap = {
+                        "event": "here lines of this log may be lacking: it could not be written",
+                        "lines": self._lost,
+                    }
+                    target.write(json.dumps(gap) + "\n")
+                    self._lost = 0
+                target.write(text)
+            except OSError:
+                self._lost += target is self._targets[0]
 
     def flush(self) -> None:
-        self._file.flush()
-        sys.stderr.flush()
+        for target in self._targets:
+            with contextlib.suppress(OSError):
+                target.flush()
 
 
 def configure(run: str, actor: str, file: Path, level: str = "info", aloud: bool = False) -> None:
@@ -42,7 +56,7 @@ def configure(run: str, actor: str, file: Path, level: str = "info", aloud: bool
             structlog.processors.JSONRenderer(default=_plain),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
-        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, _Both(target)) if aloud else target),
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, _Log(target, aloud))),
         cache_logger_on_first_use=False,
     )
     # The context is global here, not per thread: an actor's helper threads log as the actor.
