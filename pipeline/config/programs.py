@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
 
 from pydantic import Field, field_validator, model_validator
 
+from penstock.services.runtime.command_words import words_of
 from penstock.services.runtime.settings import MOST_PORT, Section
 
 ADDRESS = re.compile(r"(https?|tcp)://(\[[^\s/\[\]]+\]|[^\s:/\[\]]+)(?::(?P<port>\d{1,5}))?(?P<path>/\S*)?")
 
 
-SHELL, ASSIGNED = {"&&", "||", "|", ";", "&", ">", ">>", "<", "2>&1"}, re.compile(r"^\w+=")
+EXAMPLE = "vllm serve MODEL --port 8431"
 RUN = "RUN"
 """The word of a command that stands for the run's folder."""
 
@@ -42,16 +41,7 @@ class ProgramConfig(Section):
     @field_validator("command")
     @classmethod
     def _has_words(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        try:
-            words = shlex.split(value) if isinstance(value, str) else value
-        except ValueError as error:
-            raise ValueError(f"{value!r} cannot be split into words: {error}; give a list") from None
-        if not words or not words[0]:
-            raise ValueError("no program is named; give e.g. vllm serve MODEL --port 8431")
-        found = [word for word in words if word in SHELL] or ASSIGNED.findall(words[0])
-        if isinstance(value, str) and found:
-            bash = f"[bash, -c, {json.dumps(value)}]"
-            raise ValueError(f"{found[0]!r} is for a shell, and there is none: give {bash}, or variables as env")
+        words_of(value, EXAMPLE)
         return value
 
     @field_validator("ready")
@@ -84,4 +74,4 @@ class ProgramConfig(Section):
     @property
     def words(self) -> list[str]:
         """The program, and what it is told."""
-        return shlex.split(self.command) if isinstance(self.command, str) else list(self.command)
+        return words_of(self.command, EXAMPLE)

@@ -180,6 +180,7 @@ def _failing(state: dict[str, Any]) -> list[str]:
     """``reward my_module:judge: 12 of 40 calls failed: 12 timed out``"""
     rewards = [f"{said['source']}: {said['words']}" for said in state["rewards"].values() if said["failed"]]
     rewards += other_store(state)
+    rewards += [f"{learner}.checkpoint.then: {words}" for learner, words in state.get("then_failed", {}).items()]
     return rewards + [f"tracker {name}: {words}" for name, words in state.get("trackers", {}).items()]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.pipeline.config import Config, PretrainedModel
 from penstock.pipeline.preflight.report import Report
 from penstock.services.runtime.install import install
+from penstock.services.runtime.user_folders import find_file, path_with_ours
 
 
 def look(config: Config, report: Report) -> None:
@@ -23,6 +25,11 @@ def look(config: Config, report: Report) -> None:
             report.lacks_package(
                 f"{name}.optimizer.moments=8bit: torchao is not installed; run: {install('adam8bit')}, or set it to "
                 "float32"
+            )
+        program = next(iter(learner.checkpoint.then_words), "")
+        if program and not shutil.which(program, path=path_with_ours()) and not find_file(program):
+            report.here.append(
+                f"{name}.checkpoint.then: there is no command {program!r} here; install it, or give its path"
             )
     if config.with_critic and config.critic.warmup_steps >= config.trainer.counted_steps:
         report.notes.append(

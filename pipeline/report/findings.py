@@ -21,6 +21,11 @@ def findings(state: dict[str, Any], steps: Rows, drops: Rows) -> list[str]:
         f"run.trackers: {name} failed when the run ended ({words}); what it may lack is in metrics.jsonl"
         for name, words in state.get("trackers", {}).items()
     ]
+    trackers += [
+        f"{learner}.checkpoint.then failed for {words}; what it said is in logs/{learner}.then, and it is tried again "
+        "when the run is resumed"
+        for learner, words in state.get("then_failed", {}).items()
+    ]
     learned = [*_learned(state, steps), *other_store(state)]
     return [*learned, *_rewards(state), *_prompts(state, drops), *_answers(state, steps), *trackers]
 

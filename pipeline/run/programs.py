@@ -6,7 +6,6 @@ import http.client
 import os
 import shutil
 import socket
-import sys
 import tempfile
 import time
 import urllib.error
@@ -26,7 +25,7 @@ from penstock.pipeline.run.supervisor import Child, Supervisor
 from penstock.services.runtime import logs
 from penstock.services.runtime.gpus import VISIBLE, visible_gpus
 from penstock.services.runtime.guard import guarded
-from penstock.services.runtime.user_folders import folder_of
+from penstock.services.runtime.user_folders import folder_of, path_with_ours
 
 ASK_S, ANSWER_S = 0.3, 2.0
 """Between two looks at whether a program is ready; and for it to say so."""
@@ -93,8 +92,7 @@ class Programs:
         self._supervisor.stop(STOP_S)
 
     def _start(self, name: str, program: ProgramConfig, words: list[str]) -> None:
-        beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-        env = {"PATH": beside, VISIBLE: self._gpus.get(name, ""), **program.env}
+        env = {"PATH": path_with_ours(), VISIBLE: self._gpus.get(name, ""), **program.env}
         command, log = guarded(words, [*os.environ, *env]), self._logs / f"program-{name}.stderr"
         self._supervisor.start(_called(name), command, log, env, foreign=True, folder=folder_of(words))
 

@@ -146,6 +146,8 @@ class Checkpointed(Message):
     version: int
     path: str
     final: bool = False
+    then_failed: str = ""
+    """What the command for each checkpoint (`checkpoint.then`) could not do; empty: nothing."""
 
 
 class Keep(Message):

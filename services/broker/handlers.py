@@ -325,11 +325,11 @@ class Handlers:
             log.warning("an evaluation is left out: the one before is under way", step=done)
 
     def _on_checkpointed(self, member: Member, request: int, checkpoint: m.Checkpointed) -> None:
-        progress = self._state.progress
-        progress.checkpoints[member.kind] = checkpoint.version
+        progress, kind = self._state.progress, member.kind
+        progress.checkpoints[kind], progress.then_failed[kind] = checkpoint.version, checkpoint.then_failed
         if checkpoint.final:
-            progress.final_checkpoints[member.kind] = checkpoint.version
-        log.info("checkpoint", learner=member.kind, version=checkpoint.version, path=checkpoint.path)
+            progress.final_checkpoints[kind] = checkpoint.version
+        log.info("checkpoint", learner=kind, version=checkpoint.version, path=checkpoint.path)
         self._state.router.send(member.identity, m.Keep(versions=best_version.worth_keeping(self._state)), request)
 
     # --- weights -----------------------------------------------------------------------------------------------------

@@ -114,6 +114,8 @@ class Progress:
     """Learner to the version of its newest durable checkpoint."""
     final_checkpoints: dict[str, int] = field(default_factory=dict)
     """Learner to the version of the checkpoint that ended the run for it."""
+    then_failed: dict[str, str] = field(default_factory=dict)
+    """Learner to what the command for each of its checkpoints could not do."""
     stop_reason: str | None = None
     early: str = ""
     """Why no more steps are taken, although the config asks for more."""

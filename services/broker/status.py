@@ -152,6 +152,7 @@ def live_state(state: BrokerState) -> dict[str, Any]:
         "eval_losses": {str(step): sets for step, sets in state.losses.by_step.items()},
         "rewards": rewards(state),
         "trackers": state.recorder.failing_trackers,
+        "then_failed": {learner: words for learner, words in state.progress.then_failed.items() if words},
         "metrics": state.progress.last_metrics,
         "queues": queues(state),
         "members": members,

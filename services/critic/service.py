@@ -17,6 +17,7 @@ from penstock.services.critic.learner import CriticLearner
 from penstock.services.critic.ranks import Steps, WorkerRank
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch
+from penstock.services.learning.handed_on import HandedOn
 from penstock.services.learning.saving import Saving
 from penstock.services.learning.step_desk import ANSWER_DEADLINE_S, StepDesk
 from penstock.services.modeling import determinism
@@ -43,7 +44,9 @@ class Critic:
         self._steps, self._learner, self._config = steps, steps.learner, config
         self._world = self._learner.world
         self.actor = Actor("critic", context)
-        self._saving = Saving(self._learner, steps.saver, self.actor.mailbox, config.checkpoint.keep_best)
+        kept, folder = config.checkpoint, context.folder
+        handed_on = HandedOn(kept.then_words, kept.then_s, folder / "critic/checkpoints", folder / "logs/critic.then")
+        self._saving = Saving(self._learner, steps.saver, self.actor.mailbox, kept.keep_best, handed_on)
         self._desk = StepDesk(self.actor, self._saving.poll, self._world.keep_awake)
         self._tail = tail
         """Numbers of the groups of the last steps, newest last."""
@@ -57,6 +60,7 @@ class Critic:
         if self._learner.version:
             self._save()
         self._saving.finish(final=self._desk.stopped is None)
+        self._saving.hand_on()
         reason = self._desk.until_stopped()
         self._world.order("end")
         self._saving.close()

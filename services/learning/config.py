@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from penstock.services.runtime.command_words import words_of
 from penstock.services.runtime.settings import Section
 
 GRADIENT_SHARE = 0.2
 """Of the memory that is free before the first step: so much may whole gradients take (`sum_gradients`: ``auto``)."""
 
 
+THEN = "hf upload me/my-model {folder}"
+"""What a checkpoint's command may be."""
 OF_MUON = ("momentum", "nesterov", "newton_schulz", "rms")
 """Keys of an optimizer that no other type has."""
 
@@ -97,6 +100,20 @@ class CheckpointConfig(Section):
     keep_best: bool = False
     """Keep the one with the best evaluation so far too (`prompts.best_by`); needs `prompts.eval_every`, a multiple of
     `every`."""
+    then: str | tuple[str, ...] | None = None
+    """A command for each checkpoint, to upload it, say, e.g. ``hf upload me/my-model {folder} step-{step} --exclude
+    "trainer/*"``, beside the next steps, one after another, without a shell; ``{folder}`` is the checkpoint's, and
+    ``{step}`` its number. The run ends once it is done with the last one. One that fails is tried three times, and
+    again for those that are still there when the run is resumed; what it says is in the run's logs."""
+    then_s: float = Field(3600.0, gt=0)
+    """Seconds that `then` may take for one checkpoint, e.g. ``7200``."""
+
+    @field_validator("then")
+    @classmethod
+    def _has_words(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        if value is not None:
+            words_of(value, THEN)
+        return value
 
     @model_validator(mode="after")
     def _are_made(self) -> CheckpointConfig:
@@ -105,6 +122,11 @@ class CheckpointConfig(Section):
                 f"keep_every={self.keep_every} is no multiple of every={self.every}: what stays must be saved first"
             )
         return self
+
+    @property
+    def then_words(self) -> list[str]:
+        """Those of `then`; none: there is no such command."""
+        return words_of(self.then, THEN) if self.then is not None else []
 
     def kept(self, steps: int) -> int:
         """Checkpoints that there are at most within so many steps, with the one that is being written."""

@@ -14,6 +14,7 @@ import structlog
 from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.messages import Checkpointed, Keep
 from penstock.services.learning.checkpoint import Saver
+from penstock.services.learning.handed_on import HandedOn
 from penstock.services.learning.model_learner import ModelLearner
 from penstock.services.learning.step_desk import ANSWER_DEADLINE_S, POLL_S
 from penstock.services.runtime import checkpoint_folders, health
@@ -32,10 +33,12 @@ class Saving:
         saver: Saver,
         mailbox: Mailbox,
         keep_best: bool,
+        handed_on: HandedOn,
         landmark: int = 0,
         followed: Path | None = None,
     ) -> None:
         self._learner, self._saver, self._mailbox = learner, saver, mailbox
+        self._handed_on = handed_on
         self._keep_best, self._landmark, self._followed = keep_best, landmark, followed
         self._written: Future[Path] | None = None
         self._version = 0
@@ -48,9 +51,10 @@ class Saving:
         log.info("saving", version=self._version, staged_s=round(time.monotonic() - begun, 3))
 
     def poll(self) -> None:
-        """Tells the broker of one that is done."""
+        """Tells the broker of one that is done, and hands on what there is."""
         if self._written is not None and self._written.done():
             self._say(final=False)
+        self._handed_on.poll()
 
     def finish(self, final: bool) -> None:
         """Waits for the one that is being written, if any; ``final``: the run ends with it."""
@@ -60,18 +64,30 @@ class Saving:
                 self._learner.world.keep_awake()
             self._say(final)
 
+    def hand_on(self) -> None:
+        """Until nothing is left to be handed on."""
+        while self._handed_on.poll():
+            time.sleep(POLL_S)
+            health.beat()
+            self._learner.world.keep_awake()
+
     def close(self) -> None:
         """Until nothing is being written."""
         self._saver.close()
+        self._handed_on.close()
 
     def _say(self, final: bool) -> None:
         """The broker may forget what the checkpoints of all learners cover."""
         assert self._written is not None
         path, self._written = self._written.result(), None
-        message = Checkpointed(version=self._version, path=str(path), final=final)
+        self._handed_on.add(self._version)
+        if final:
+            self.hand_on()
+        failed = self._handed_on.failed
+        message = Checkpointed(version=self._version, path=str(path), final=final, then_failed=failed)
         answer = self._mailbox.ask(message, ANSWER_DEADLINE_S)
         assert isinstance(answer, Keep)
-        spared = set(answer.versions if self._keep_best else ())
+        spared = {*(answer.versions if self._keep_best else ()), *self._handed_on.held}
         if self._landmark:
             newest = self._version // self._landmark * self._landmark
             done = max(checkpoint_folders.versions(self._followed), default=0) if self._followed else newest

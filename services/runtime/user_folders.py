@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,6 +64,11 @@ def folder_of(command: Sequence[str]) -> Path:
             return False
 
     return next((each for each in folders() if any(has(each, word) for word in command)), Path.cwd())
+
+
+def path_with_ours() -> str:
+    """PATH for programs of the user's: they are looked for beside this Python first."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def find_file(name: str) -> Path | None:

@@ -25,6 +25,7 @@ from penstock.protocols.messages import (
     Skip,
 )
 from penstock.services.learning import checkpoint
+from penstock.services.learning.handed_on import HandedOn
 from penstock.services.learning.saving import Saving
 from penstock.services.learning.step_desk import ANSWER_DEADLINE_S, StepDesk
 from penstock.services.modeling.precision import LOGPROBS
@@ -58,8 +59,9 @@ class Trainer:
         """The last committed steps, for a broker whose store has lost them."""
         kept = settings.trainer.checkpoint
         saver = checkpoint.Saver(self._learner, rank.tokenizer, settings.checkpoints, kept.keep, kept.keep_every)
+        handed_on = HandedOn(kept.then_words, kept.then_s, settings.checkpoints, context.folder / "logs/trainer.then")
         followed = (settings.reference_every, settings.mixtures)
-        self._saving = Saving(self._learner, saver, self.actor.mailbox, kept.keep_best, *followed)
+        self._saving = Saving(self._learner, saver, self.actor.mailbox, kept.keep_best, handed_on, *followed)
         self._desk = StepDesk(self.actor, self._turn, self._world.keep_awake)
         exporter = make_exporter(self._learner, settings)
         clock = self._waiting_clock if self._shift else None
@@ -123,6 +125,7 @@ class Trainer:
             self._saving.finish(final=True)
             self._desk.until_stopped()
         self._saving.finish(final=False)
+        self._saving.hand_on()
 
     def _turn(self) -> None:
         """Beside whatever is waited for. Raises what has ended the publisher, without which there is no use in going

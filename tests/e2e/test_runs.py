@@ -125,6 +125,7 @@ def test_a_run_whose_evaluations_get_no_better_ends_and_keeps_the_best(tmp_path:
         [
             *SHORT, "trainer.steps=60", "trainer.optimizer.lr=1e-12", "prompts.eval_every=2", "prompts.stop_after=3",
             "trainer.checkpoint={every: 2, keep: 1, keep_best: true}",
+            f"trainer.checkpoint.then=cp -r {{folder}} {tmp_path}/copied-{{step}}",
         ],
     )  # fmt: skip
     summary = run.wait()
@@ -135,6 +136,9 @@ def test_a_run_whose_evaluations_get_no_better_ends_and_keeps_the_best(tmp_path:
     assert checkpoint_folders.versions(run.folder / "checkpoints") == [2, summary["steps"]], (
         "of what was trained the first"
     )
+    last = tmp_path / f"copied-{summary['steps']}"
+    assert (last / "model.safetensors").exists(), "the run waits for it"
+    assert (tmp_path / "copied-2" / "trainer").is_dir()
     (why,) = [words for words in summary["look_at_this"] if "prompts.stop_after" in words]
     assert f"after {summary['steps']} of 60 steps: 3 evaluations in a row were no better" in why
 
