@@ -6,7 +6,7 @@ scheduler. Rollouts, scorers, rewards and the trainer do nothing but take their 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -203,9 +203,9 @@ class World:
         given = sum(lengths[: self._given])
         self._of[member.identity].engine.add(lease.number, lengths[self._given :], given)
 
-    def _next_group(self, newest: int) -> Lease | None:
+    def _next_group(self, newest: int, besides: Collection[int] = ()) -> Lease | None:
         """As the broker's scheduler: what was leased too often without an answer is dropped."""
-        while lease := self._groups.next_lease(newest):
+        while lease := self._groups.next_lease(newest, besides):
             if lease.attempt < self._config.broker.max_attempts:
                 return lease
             self._groups.drop(lease.number, "unanswered", "unanswered")

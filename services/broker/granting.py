@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from heapq import heapify, heappop, heappush
 
 from penstock.services.broker.membership import Member
@@ -41,23 +41,29 @@ class Room:
 def grant_groups(
     groups: GroupTracker,
     rollouts: list[Member],
-    next_group: Callable[[int], Lease | None],
+    next_group: Callable[[int, Collection[int]], Lease | None],
     lease: Callable[[Lease, Member], None],
 ) -> None:
     """Gives groups to ``rollouts``, the one with the most room first, as far as the gate allows: ``next_group`` has the
-    one that may be leased while this version is the newest served, and ``lease`` gives it."""
+    one that may be leased while this version is the newest served, besides those of these numbers, and ``lease`` gives
+    it."""
     room = Room(rollouts)
+    waiting: set[int] = set()  # for a rollout that holds nothing
     newest = max((r.version for r in rollouts), default=-1)
-    while room and (due := next_group(newest)):
+    while room and (due := next_group(newest, waiting)):
         required = groups.gate.required_version(due.number)
         if due.attempt >= SUSPECT_AFTER:  # it may be what kills its rollouts: now it takes nobody with it
             busy = groups.leases.holds.holders()
-            idle = [r for r in rollouts if r.room > 0 and r.identity not in busy and r.version >= required]
-            if not idle:
-                return
-            rollouts.remove(idle[0])
-            room = Room(rollouts)
-            lease(due, idle[0])
+            able = [r for r in rollouts if r.room > 0 and r.version >= required]
+            idle = next((r for r in able if r.identity not in busy), None)
+            chosen = idle or (None if waiting else max(able, key=lambda r: (r.room, r.name), default=None))
+            if chosen:  # a busy one is given nothing more until it is idle; all others go on
+                rollouts.remove(chosen)
+                room = Room(rollouts)
+            if idle:
+                lease(due, idle)
+            else:
+                waiting.add(due.number)
             continue
         rollout = room.take(required)
         if rollout is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import structlog
@@ -87,12 +88,12 @@ class Scheduler:
             self.lease("eval", lease, rollout, now)
             room.put_back(rollout)
 
-    def next_group(self, newest: int) -> Lease | None:
-        """The group that may be leased now, where ``newest`` is the newest version served. One that was leased too
-        often without an answer is dropped; too many drops in a row, and there is none."""
+    def next_group(self, newest: int, besides: Collection[int] = ()) -> Lease | None:
+        """The group that may be leased now, ``besides`` some, where ``newest`` is the newest version served. One that
+        was leased too often without an answer is dropped; too many drops in a row, and there is none."""
         state, groups = self._state, self._state.groups
         while groups.consecutive_drops < state.settings.broker.max_consecutive_drops:
-            lease = groups.next_lease(newest)
+            lease = groups.next_lease(newest, besides)
             if lease is None or lease.attempt < state.settings.broker.max_attempts:
                 return lease
             state.drop(lease.number, f"leased {lease.attempt} times without an answer", "unanswered")

@@ -394,6 +394,25 @@ def test_a_group_that_may_kill_its_rollouts_is_given_alone_and_then_dropped(stag
     assert "leased 5 times without an answer" in (stage.folder / "dropped.jsonl").read_text()
 
 
+def test_while_a_suspected_group_waits_for_an_idle_rollout_the_others_go_on(stage: Stage) -> None:
+    (suspect,) = stage.rollout(credit=1).leases(1)
+    assert stage.rollout(incarnation="2", credit=1).leases(1)[0].number == suspect.number
+    roomy, other = stage.rollout("rollout-1", credit=2), stage.rollout("rollout-2", credit=1)
+    held, (beside,) = roomy.leases(2), other.leases(1)
+    stage.rollout(incarnation="3", credit=0)  # the second was killed, too
+    roomy.box.tell(m.Credit(total=9))
+    roomy.box.ask(m.StatusRequest(), 5)
+    other.box.tell(m.Credit(total=2))
+    assert other.leases(1)[0].number > beside.number > held[-1].number
+    assert not [e for e in iter_inbox(roomy) if isinstance(e, m.Lease)], "it is to be idle"
+    for lease in held:
+        roomy.finish(lease)
+    assert [lease.number for lease in roomy.leases(1)] == [suspect.number]
+    other.box.tell(m.Credit(total=3))
+    time.sleep(0.2)
+    assert not [e for e in iter_inbox(roomy) if isinstance(e, m.Lease)], "it holds a suspect"
+
+
 def test_nothing_is_leased_beyond_the_last_step(tmp_path: Path, redis_url: str) -> None:
     stage = Stage(tmp_path, redis_url, steps=1)
     rollout = stage.rollout()

@@ -11,6 +11,7 @@ new ──▶ waiting ◀──────────── expired, holder go
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -66,14 +67,21 @@ class Leases:
         self._wait(lease.number)
         return lease
 
-    def waiting(self) -> Lease | None:
-        """The lowest-numbered group that nobody generates."""
+    def waiting(self, besides: Collection[int] = ()) -> Lease | None:
+        """The lowest-numbered group that nobody generates, ``besides`` some."""
+        found: Lease | None = None
+        passed: list[int] = []
         while self._waiting:
             number = self._waiting[0]
             if number in self.open and number not in self.holds.held:
-                return self.open[number]
+                if number not in besides:
+                    found = self.open[number]
+                    break
+                passed.append(number)
             heappop(self._waiting)
-        return None
+        for number in passed:
+            heappush(self._waiting, number)
+        return found
 
     def grant(self, lease: Lease, holder: str, deadline: float) -> None:
         """``holder`` generates the group until ``deadline``."""
