@@ -124,7 +124,9 @@ class PretrainedModel(Section):
 
     type: Literal["pretrained"] = "pretrained"
     path: str
-    """A folder, or a name on the Hugging Face hub, e.g. ``Qwen/Qwen2.5-0.5B-Instruct``."""
+    """A folder, or a name on the Hugging Face hub, e.g. ``Qwen/Qwen2.5-0.5B-Instruct``; behind an ``@`` the revision,
+    e.g. ``Qwen/Qwen2.5-0.5B-Instruct@7ae5576``, a commit, branch or tag: without it the newest. So with all names of
+    the hub."""
     trust_remote_code: bool = False
     """Run the code that came with a model, or its tokenizer, where transformers has none for it: of this one, and of
     those of reference, critic, teachers and graders. It runs in every process of the run, with all that you may do:

@@ -14,6 +14,7 @@ from penstock.pipeline.config import Config
 from penstock.pipeline.page.folding import folded
 from penstock.pipeline.run.folder import model_path
 from penstock.services.runtime import checkpoint_folders
+from penstock.services.runtime.hub_names import named
 
 log = structlog.get_logger()
 
@@ -86,7 +87,8 @@ def _file(config: Config, folder: Path) -> Path:
             return file
         from huggingface_hub import try_to_load_from_cache
 
-        if isinstance(cached := try_to_load_from_cache(path, "tokenizer.json"), str):
+        name, revision = named(str(path))
+        if isinstance(cached := try_to_load_from_cache(name, "tokenizer.json", revision=revision), str):
             return Path(cached)
     except Exception as error:  # what is no name of the hub's; see above
         log.info("the model's tokenizer is not here", error=str(error))

@@ -15,7 +15,7 @@ from penstock.pipeline.preflight.report import Report
 from penstock.services.data.config import HubData, MixData
 from penstock.services.data.hub import FORMATS
 from penstock.services.runtime.custom_scorer import BUILT_IN
-from penstock.services.runtime.user_folders import may_be_on_hub
+from penstock.services.runtime.hub_names import may_be_on_hub
 
 ANSWER_S = 2.0
 OFFLINE = "HF_HUB_OFFLINE"

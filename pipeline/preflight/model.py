@@ -16,7 +16,7 @@ from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, open_source
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime.errors import SetupError
-from penstock.services.runtime.user_folders import may_be_on_hub
+from penstock.services.runtime.hub_names import may_be_on_hub
 
 PICTURED = 8
 """So many prompts with pictures are made tokens of: each takes a while."""

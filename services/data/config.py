@@ -35,7 +35,8 @@ class HubData(Section):
 
     type: Literal["hub"] = "hub"
     path: str
-    """A name on the hub, e.g. ``openai/gsm8k``, or ``json``, ``csv``, ``parquet`` together with `files`."""
+    """A name on the hub, e.g. ``openai/gsm8k``, or with a revision ``openai/gsm8k@e53f048``; or ``json``, ``csv``,
+    ``parquet`` together with `files`."""
     name: str | None = None
     """The hub dataset's configuration, e.g. ``main``; null: its only one."""
     files: list[str] = []

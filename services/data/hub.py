@@ -19,6 +19,7 @@ from penstock.services.data.json_rows import JsonRows, kind_of, words_of
 from penstock.services.data.pictures import marked, marked_chat, picture_columns, read_pictures, undecoded
 from penstock.services.data.source import PromptSource
 from penstock.services.data.template import with_template
+from penstock.services.runtime.hub_names import named
 from penstock.services.runtime.user_folders import find_files, folders
 
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -230,10 +231,12 @@ def _load(config: HubData, key: str, found: Sequence[Sequence[Path]]) -> Any:
         return JsonRows(files, f"{key}.files", numbers)
     if config.path == "csv":
         return CsvRows(files, f"{key}.files", [config.prompt_key, config.truth_key] if config.truth_key else None)
+    name, revision = named(config.path)
     try:
         return datasets.load_dataset(
-            config.path,
+            name,
             config.name,
+            revision=revision,
             data_files=list(map(str, files)) or None,
             split="train" if files else config.split,  # of files `_places` has a part
         )

@@ -40,7 +40,7 @@ def read_shape(folder: Path, key: str) -> AdapterShape:
             found.get("lora_alpha"),
             tuple(sorted(found.get("target_modules") or ())),
             "dora" if found.get("use_dora") else "rslora" if found.get("use_rslora") else "lora",
-            found.get("base_model_name_or_path") or "",
+            "@".join(filter(None, (found.get("base_model_name_or_path"), found.get("revision")))),
             found.get("quantize"),
             found.get("dtype", ""),
         )

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.services.runtime.hub_names import named
+
 MARK = "penstock answers"
 """Stands for an answer, to see what a template puts behind one."""
 
@@ -79,7 +81,8 @@ def listed_ends(path: str) -> Any:
     from penstock.services.modeling.load import ModelError, load_config
 
     try:
-        return GenerationConfig.from_pretrained(path)
+        name, revision = named(path)
+        return GenerationConfig.from_pretrained(name, revision=revision)
     except OSError:  # it has no such file
         pass
     try:

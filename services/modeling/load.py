@@ -17,7 +17,7 @@ from penstock.services.modeling.state_mixers import take_packed_rows
 from penstock.services.runtime import own_code
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import cpu_only_reason
-from penstock.services.runtime.user_folders import may_be_on_hub
+from penstock.services.runtime.hub_names import may_be_on_hub, named
 
 
 class ModelError(SetupError):
@@ -148,11 +148,11 @@ def load_model(path: str, dtype: str, device: torch.device, key: str = "model.pa
     Raises `ModelError`."""
     config = load_config(path, key)
     config._attn_implementation = attention_of(config)  # what the file names may be missing, or not take our masks
-    own = has_own_code(config)
+    own, (name, revision) = has_own_code(config), named(path)
     with loading(path, "model", key):
         kind = with_head(config, head)
         model, found = kind.from_pretrained(
-            path, config=config, dtype=DTYPES[dtype], output_loading_info=True, trust_remote_code=own
+            name, revision=revision, config=config, dtype=DTYPES[dtype], output_loading_info=True, trust_remote_code=own
         )
     if own:
         _check_takes(model, path, key)
@@ -187,7 +187,8 @@ def empty_model(path: str, head: Head = "language", key: str = "model.path") -> 
     if head == "value":
         return model
     try:
-        model.generation_config = GenerationConfig.from_pretrained(path)
+        name, revision = named(path)
+        model.generation_config = GenerationConfig.from_pretrained(name, revision=revision)
     except OSError:
         pass  # a model need not have one
     model.tie_weights()
@@ -205,7 +206,8 @@ def load_config(path: str, key: str = "model.path") -> Any:
     from transformers import AutoConfig
 
     with loading(path, "config", key):
-        return AutoConfig.from_pretrained(path, trust_remote_code=_runs_own_code(path))
+        name, revision = named(path)
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=_runs_own_code(path))
 
 
 def load_tokenizer(path: str, template: Mapping[str, Any] | None = None, key: str = "model.path") -> Any:
@@ -214,7 +216,10 @@ def load_tokenizer(path: str, template: Mapping[str, Any] | None = None, key: st
     from transformers import AutoTokenizer
 
     with loading(path, "tokenizer", key):  # mistral-common's knows of no chat template
-        found = AutoTokenizer.from_pretrained(path, mistral_format=False, trust_remote_code=own_code.trusted())
+        name, revision = named(path)
+        found = AutoTokenizer.from_pretrained(
+            name, revision=revision, mistral_format=False, trust_remote_code=own_code.trusted()
+        )
     if own := (template or {}).get("chat_template"):
         found.chat_template = own
     return found
@@ -288,7 +293,10 @@ def folder_of(path: str, key: str = "model.path") -> Path:
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
     try:
         wanted = ["*.safetensors", "*.json", *(["*.py"] if own_code.trusted() else [])]
-        got = snapshot_download(path, allow_patterns=wanted, ignore_patterns=_TWICE, local_files_only=offline)
+        name, revision = named(path)
+        got = snapshot_download(
+            name, revision=revision, allow_patterns=wanted, ignore_patterns=_TWICE, local_files_only=offline
+        )
         return Path(got)
     except Exception as error:  # the hub's own errors are of many kinds, and all say that it cannot be had
         raise ModelError(not_loaded(path, "model", error, key)) from error

@@ -29,6 +29,7 @@ from penstock.services.modeling.parallel.stages import Stage
 from penstock.services.modeling.towers import towers
 from penstock.services.modeling.whole_weights import LENGTHS, A, B, merge
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.hub_names import named
 
 NAME = "default"
 """What peft calls the one adapter."""
@@ -77,11 +78,12 @@ def inject(model: Any, adapter: Adapter, base: str) -> None:
     begun = read_shape(adapter.folder, "trainer.lora").targets if adapter.folder else ()
     _check_called(model, adapter)
     targets = _chosen(model, list(adapter.targets or begun) or _all_linear(model), adapter.exclude)
+    name, revision = named(base)
     config = LoraConfig(
         r=adapter.rank, lora_alpha=adapter.alpha, target_modules=targets,
         use_rslora=adapter.variant == "rslora", use_dora=adapter.variant == "dora", task_type="CAUSAL_LM",
         exclude_modules="|".join(rf"{re.escape(name)}(\..*)?" for name in towers(model)) or None,
-        base_model_name_or_path=str(Path(base).resolve()) if Path(base).is_dir() else base,
+        base_model_name_or_path=str(Path(base).resolve()) if Path(base).is_dir() else name, revision=revision,
     )  # fmt: skip
     try:
         inject_adapter_in_model(config, model)

@@ -14,6 +14,7 @@ import torch
 from penstock.services.data.picture_files import PictureError, open_pictures, size_of, sizes_of
 from penstock.services.modeling.load import ModelError, load_config, load_tokenizer, not_loaded, sees
 from penstock.services.runtime import own_code
+from penstock.services.runtime.hub_names import named
 from penstock.services.runtime.install import install
 from penstock.services.runtime.kept import Kept
 
@@ -197,11 +198,14 @@ def _load(path: str, tokenizer: Any, key: str) -> Any:
     try:
         import PIL  # noqa: F401
 
+        repository, revision = named(path)
         family = getattr(transformers, name)
         wanted = inspect.signature(family.__init__).parameters
-        images = transformers.AutoImageProcessor.from_pretrained(path, trust_remote_code=own_code.trusted())
+        images = transformers.AutoImageProcessor.from_pretrained(
+            repository, revision=revision, trust_remote_code=own_code.trusted()
+        )
         try:
-            written, _ = family.get_processor_dict(path)
+            written, _ = family.get_processor_dict(repository, revision=revision)
         except (OSError, ValueError):
             written = {}  # a model need not have a file of it beside its image processor's
         told = {name: written[name] for name in wanted if name in written and name not in family.get_attributes()}

@@ -13,6 +13,7 @@ from penstock.protocols.experience import Group
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.load import device_of, has_own_code, load_config, load_tokenizer, loading
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.hub_names import named
 
 
 class RewardModel:
@@ -31,10 +32,10 @@ class RewardModel:
         from transformers import AutoModelForSequenceClassification
 
         key = "scorers.options.path"
-        config = load_config(path, key)
+        config, (name, revision) = load_config(path, key), named(path)
         with loading(path, "reward model", key):
             model = AutoModelForSequenceClassification.from_pretrained(
-                path, config=config, dtype=DTYPES[dtype], trust_remote_code=has_own_code(config)
+                name, revision=revision, config=config, dtype=DTYPES[dtype], trust_remote_code=has_own_code(config)
             )
         if model.config.num_labels != 1:
             raise SetupError(f"{key}: {path} has {model.config.num_labels} labels; a reward model has one, its grade")

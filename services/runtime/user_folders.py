@@ -44,11 +44,6 @@ def folders() -> list[Path]:
     return list(dict.fromkeys([*first, Path.cwd(), *given]))
 
 
-def may_be_on_hub(path: str) -> bool:
-    """A model's ``path`` may be a name of the Hugging Face hub: it is no folder here, and does not look like one."""
-    return not (path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists())
-
-
 def find_folder(name: str) -> Path | None:
     """The folder called ``name``, absolute or below one of the folders."""
     return next((path for folder in folders() if (path := folder / name).is_dir()), None)

@@ -12,6 +12,7 @@ from penstock.services.rollout.engines.vllm.plugin import ADAPTER, BACKEND, OURS
 from penstock.services.runtime import allowance, own_code
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import vllm_lacks_gpu
+from penstock.services.runtime.hub_names import named
 from penstock.services.runtime.install import install
 
 EXTENSION = "penstock.services.rollout.engines.vllm.worker.Extension"
@@ -88,6 +89,7 @@ def engine_arguments(
         ) from error
     if lacking := vllm_lacks_gpu():
         raise SetupError(f"rollout.engine.type: {lacking}")
+    name, revision = named(model_path)
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     for name in config.vllm:
         if name not in known:
@@ -96,7 +98,9 @@ def engine_arguments(
             raise SetupError(f"rollout.engine.vllm.{name}: vLLM has no such engine argument{hint}")
     arguments: dict[str, Any] = {
         "config_format": "hf",  # where Mistral's own lies beside it, that is of another architecture
-        "model": model_path,
+        "model": name,
+        "revision": revision,
+        "code_revision": revision,
         "dtype": dtype,
         "max_num_seqs": config.max_sequences + 1,  # a score always has a seat
         "scheduling_policy": "priority",  # and goes ahead
