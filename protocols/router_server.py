@@ -14,6 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from penstock.protocols import wire
 from penstock.protocols.connection import set_up
+from penstock.protocols.free_port import lasting_ports
 from penstock.protocols.keys import BrokerKeys, Door, is_loopback
 from penstock.protocols.mailbox import BESIDE, AddressError
 from penstock.protocols.messages import HeartbeatAck, Message, Refused, from_envelope, to_envelope
@@ -67,7 +68,7 @@ class RouterServer:
         # One that is dropped is closed, too, in this order: ZeroMQ waits for ever for a socket that is still open.
         self._close = weakref.finalize(self, _close, context, self._socket, self._monitor, authenticator)
         try:
-            self._socket.bind(bind)
+            _bind(self._socket, bind)
         except zmq.ZMQError as error:
             self._close()
             hint = "another process has this port; choose another, or port 0 for a free one"
@@ -161,6 +162,20 @@ def reason_of(error: Exception | str) -> str:
     said = str(error)
     short = said if len(said) <= MOST_REASON else f"{said[:MOST_REASON]}…"
     return short.encode(errors="replace").decode()  # what is no text would not cross the wire
+
+
+def _bind(socket: zmq.Socket, bind: str) -> None:
+    """Raises `zmq.ZMQError`."""
+    place, _, port = bind.rpartition(":")
+    for lasting in lasting_ports() if port == "0" else ():
+        try:
+            socket.bind(f"{place}:{lasting}")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE:
+                raise
+        else:
+            return
+    socket.bind(bind)
 
 
 def _close(

@@ -200,6 +200,22 @@ def again(address: str, keys: BrokerKeys | None = None) -> Answering:
             time.sleep(0.05)
 
 
+def test_a_free_port_is_none_that_may_be_lent_while_its_server_is_gone() -> None:
+    """Not even to those who ask there for it again and again."""
+    doors = [RouterServer("tcp://127.0.0.1:0") for _ in range(8)]
+    ports = {int(door.address.rpartition(":")[2]) for door in doors}
+    assert len(ports) == 8
+    for door in doors:
+        door.close()
+    lent = set()
+    for _ in range(200):
+        with socket.socket() as asking:
+            asking.bind(("127.0.0.1", 0))
+            lent.add(asking.getsockname()[1])
+    assert min(lent) > max(ports)
+    assert RouterServer(doors[0].address).address == doors[0].address
+
+
 def test_an_actor_outlives_its_broker() -> None:
     first = Answering()
     address = first.exchange.address
