@@ -29,6 +29,8 @@ WAITING_BYTES = 64 << 20
 """Of experience, that tables are to be made of, likewise."""
 FIRST_PAUSE_S, PAUSE_S = 10.0, 600.0
 """Until a tracker that fails is tried again: at first, and at most."""
+ROW_TRIES = 3
+"""A row that was not taken this often is left out, where the tracker takes the next one."""
 POLL_S = 1.0
 CLOSE_S = 20.0
 """What a tracker has to send the last of it."""
@@ -158,6 +160,8 @@ class _Told:
         self._waits: deque[tuple[int, Mapping[str, float]]] = deque()
         """Numbers that it has not taken yet, of steps in their order."""
         self._error, self._lost, self._tries, self._again_at = "", 0, 0, 0.0
+        self._row_tries = 0
+        """How often it has not taken the first of them."""
         self._tables_fail = False
 
     @property
@@ -217,13 +221,19 @@ class _Told:
         while self._waits:
             error = self._fails(partial(self._tracker.log, *self._waits[0]))
             if error:
-                # Where it takes the next one, it is this row alone that it does not take.
-                if len(self._waits) < 2 or self._fails(partial(self._tracker.log, *self._waits[1])):
+                self._row_tries += 1
+                # Where it then takes the next one, it is this row alone that it does not take.
+                if (
+                    self._row_tries < ROW_TRIES
+                    or len(self._waits) < 2
+                    or self._fails(partial(self._tracker.log, *self._waits[1]))
+                ):
                     return error
                 log.warning("a tracker does not take a row", tracker=self.name, step=self._waits[0][0], error=error)
                 self._waits.popleft()
                 self._lost += 1
             self._waits.popleft()
+            self._row_tries = 0
         return ""
 
     def _begin(self) -> None:
