@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from penstock.pipeline.config import Config, ConfigError, load
-from penstock.pipeline.run.lock import held
+from penstock.pipeline.config.passwords import hide_password
+from penstock.pipeline.run.lock import held, is_live
 from penstock.services.runtime.checkpoint_folders import MIXTURES, TAIL_STEPS, path_of, versions
 from penstock.services.runtime.lines import each_line, line_of
 
@@ -23,6 +24,14 @@ WHOLE = ("redis", "summary.json", "report.html")
 def rollback(
     run: Annotated[Path, typer.Argument(help="The run's folder, e.g. runs/first-try.", show_default=False)],
     version: Annotated[int, typer.Argument(help="A version with a checkpoint, e.g. 100.", show_default=False)],
+    new_store: Annotated[
+        bool,
+        typer.Option(
+            "--new-store",
+            help="Of a run whose store is not in its folder (store.url, PENSTOCK_STORE, containers): it goes on with "
+            "another one, or with this one emptied.",
+        ),
+    ] = False,
 ) -> None:
     """Take a run back to the checkpoint of VERSION: later checkpoints, its store and what its files say of later
     steps are set aside, below RUN/set-aside. Then --resume goes on from there, with the optimizer and the place in the
@@ -41,11 +50,15 @@ def rollback(
     config = load(run / "config.yaml")
     _check_reference(run, version, config)
     critics = _critic_at(run, version) if config.with_critic else version
-    if config.store.url:
+    if not new_store and (config.store.url or _has_its_store_elsewhere(run)):
+        where = hide_password(config.store.url or "PENSTOCK_STORE")
         raise ConfigError(
-            f"RUN: {run} has a store of its own (store.url), which knows of later steps; give it another one when it "
-            "goes on, e.g. another number behind the address, and set later checkpoints aside by hand"
+            f"RUN: the store of {run} is not in its folder ({where}), and knows of later steps: stop all of the run, "
+            "and empty it (redis-cli -u URL FLUSHDB; with docker compose: docker compose down, docker volume rm of the "
+            "volume redis), or give the run another one when it goes on; then say so here with --new-store"
         )
+    if is_live(run):
+        raise ConfigError(f"RUN: the run in {run} is going on: stop it first")
     with held(run):
         aside = run / "set-aside" / f"{time.strftime('%Y%m%d-%H%M%S')}-back-to-{version}"
         aside.mkdir(parents=True)
@@ -60,6 +73,12 @@ def rollback(
     if critics < version:
         typer.echo(f"the critic goes on as it was at version {critics}: it has no checkpoint nearer to that")
     typer.echo(f"go on: penstock run --resume {run}")
+
+
+def _has_its_store_elsewhere(run: Path) -> bool:
+    """It has a ledger, and neither a store of its own nor one that was set aside before."""
+    private = (run / "redis").exists() or any(True for _ in (run / "set-aside").glob("*/redis"))
+    return not private and any(True for _ in each_line(run / "ledger.jsonl"))
 
 
 def _check_reference(run: Path, version: int, config: Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,15 @@ def test_what_was_later_is_set_aside_and_nothing_else(tmp_path: Path) -> None:
     assert read_lines(run / "dropped.jsonl") == [{"group": 3}]
     assert [row["group"] for row in read_lines(run / "logs" / "rollout-0.finished.jsonl")] == list(range(5))
     assert all(read_lines(aside / name) == lines for name, lines in rows.items())
+    aside = aside.rename(run / "set-aside" / "first")
+    assert "back at version 5" in told(str(run), "5"), "its store is set aside already"
+    shutil.rmtree(run / "set-aside")
+    refused = told(str(run), "5")
+    assert "is not in its folder (PENSTOCK_STORE), and knows of later steps" in refused and "--new-store" in refused
+    (run / "actors.jsonl").write_text("{}\n")
+    assert "is going on: stop it first" in told(str(run), "5", "--new-store")
+    (run / "actors.jsonl").unlink()
+    assert "back at version 5" in told(str(run), "5", "--new-store")
 
 
 def test_a_reference_that_has_moved_on_for_ever_is_told_of(tmp_path: Path) -> None:
