@@ -1,4 +1,4 @@
-"""`penstock merge`: an adapter's checkpoint as a whole model, for whoever knows no adapters."""
+"""`penstock merge`: a checkpoint as a model for others: whole, with its adapter merged into it, in any precision."""
 
 from __future__ import annotations
 
@@ -39,21 +39,22 @@ def adapter_of(checkpoint: Path) -> AdapterShape | None:
 
 
 def merge(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of a run with trainer.lora.", show_default=False)],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="The folder to make.", show_default=False)],
     dtype: Annotated[Dtype, typer.Option(help="Of the weights that are written, e.g. bfloat16.")] = "float32",
     trust_remote_code: Annotated[bool, typer.Option(help="Run the code that came with the model.")] = False,
 ) -> None:
-    """Write the model with CHECKPOINT's adapter merged into it, in transformers' layout, to OUT. What lay in 4 bits
-    as it was trained (trainer.lora.quantize) is as it then was.
+    """Write CHECKPOINT as a model for others, in transformers' layout, to OUT: with its adapter merged into it, where
+    it is one (trainer.lora), and in any precision, without what the trainer goes on from. What lay in 4 bits as it was
+    trained (trainer.lora.quantize) is as it then was.
 
     For instance: penstock merge runs/first-try/checkpoints/step-000150 merged --dtype bfloat16
     """
     if not checkpoint.is_dir():
         raise ConfigError(f"CHECKPOINT: no such folder: {checkpoint}")
     about = adapter_of(checkpoint)
-    if about is None:
-        raise ConfigError(f"CHECKPOINT: {checkpoint} is no adapter: it has no {CONFIG}; a whole model needs no merging")
+    if about is None and not (checkpoint / "config.json").is_file():
+        raise ConfigError(f"CHECKPOINT: {checkpoint} is no checkpoint: it has neither config.json nor {CONFIG}")
     own_code.trust(trust_remote_code)
     if out.exists():
         raise ConfigError(f"OUT: {out} exists; choose another folder")
@@ -73,9 +74,8 @@ def merge(
     typer.echo(f"written: {out}")
 
 
-def _write_merged(checkpoint: Path, about: AdapterShape, out: Path, dtype: Dtype) -> None:
+def _write_merged(checkpoint: Path, about: AdapterShape | None, out: Path, dtype: Dtype) -> None:
     import torch
-    from peft import PeftModel
     from transformers import GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
@@ -85,12 +85,16 @@ def _write_merged(checkpoint: Path, about: AdapterShape, out: Path, dtype: Dtype
     from penstock.services.modeling.load import folder_of, has_own_code, load_model, load_tokenizer
 
     disable_progress_bar()
-    base = load_model(about.base, "float32", torch.device("cpu"), "CHECKPOINT")
-    if about.quantize:  # the adapter has learned beside what these matrices were then
-        round_as_trained(base, checkpoint, about)
-    merged: Any = PeftModel.from_pretrained(base, str(checkpoint)).merge_and_unload()
+    path = about.base if about else str(checkpoint)
+    merged: Any = load_model(path, "float32" if about else dtype, torch.device("cpu"), "CHECKPOINT")
+    if about:
+        from peft import PeftModel
+
+        if about.quantize:  # the adapter has learned beside what these matrices were then
+            round_as_trained(merged, checkpoint, about)
+        merged = PeftModel.from_pretrained(merged, str(checkpoint)).merge_and_unload()
     told, merged.generation_config = merged.generation_config, GenerationConfig()
-    beside = read_beside(folder_of(about.base, "CHECKPOINT"), has_own_code(merged.config))
+    beside = read_beside(folder_of(path, "CHECKPOINT"), has_own_code(merged.config))
     name_own_code(merged.config, beside)
     merged.to(DTYPES[dtype]).save_pretrained(out)
     write_beside(beside, out)

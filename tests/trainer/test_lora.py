@@ -222,8 +222,10 @@ def test_what_the_base_says_of_sampling_is_in_the_merged_model_as_it_was(start: 
     saver.close()
     merge(path, tmp_path / "merged")
     merge(path, tmp_path / "small", "bfloat16")
-    whole, small = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "small"))
-    assert all(torch.equal(small[name], weight.bfloat16()) for name, weight in whole.items())
+    merge(tmp_path / "merged", tmp_path / "again", "bfloat16")  # a whole checkpoint
+    whole, *small = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "small", "again"))
+    assert all(torch.equal(each[name], weight.bfloat16()) for each in small for name, weight in whole.items())
+    assert {path.name for path in (tmp_path / "again").iterdir()} == {p.name for p in (tmp_path / "small").iterdir()}
     assert told.items() <= json.loads((tmp_path / "merged" / "generation_config.json").read_text()).items()
 
 
