@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -37,7 +38,8 @@ class HandedOn:
         self._command, self._within_s, self._folder, self._said = command, within_s, folder, said
         left = versions(folder) if command else []
         self._queue = deque(version for version in left if not (path_of(folder, version) / DONE).exists())
-        self._program: subprocess.Popen[bytes] | None = None
+        self._running: tuple[int, subprocess.Popen[bytes]] | None = None
+        """The version whose checkpoint the command works on."""
         self._begun = self._again_at = 0.0
         self._tries = 0
         self._failed: dict[int, str] = {}
@@ -51,7 +53,7 @@ class HandedOn:
     @property
     def held(self) -> set[int]:
         """Versions whose checkpoints may not be removed."""
-        return set(list(self._queue)[:1])
+        return {self._running[0]} if self._running else set(list(self._queue)[:1])
 
     def add(self, version: int) -> None:
         """There is a checkpoint of it, durable."""
@@ -60,35 +62,40 @@ class HandedOn:
             self.poll()
 
     def poll(self) -> bool:
-        """Goes on; false: nothing is left to be done."""
-        if self._program is not None:
-            self._look()
+        """Goes on; false: nothing is left to be done. Whatever goes wrong costs no more than what was to be done."""
+        if self._running:
+            self._look(*self._running)
+        if self._running:
+            return True
         while self._queue and not path_of(self._folder, self._queue[0]).is_dir():
             log.warning("a checkpoint was removed before checkpoint.then got to it", version=self._queue[0])
             self._next()
-        if self._queue and self._program is None and time.monotonic() >= self._again_at:
-            self._start()
+        if self._queue and time.monotonic() >= self._again_at:
+            self._tries, self._begun = self._tries + 1, time.monotonic()
+            try:
+                self._running = self._queue[0], self._start(self._queue[0])
+            except OSError as error:
+                self._fail(f"it cannot be started: {error}")
         return bool(self._queue)
 
     def close(self) -> None:
         """Ends what still runs."""
-        if self._program is not None:
-            self._program.terminate()
-            self._program.wait()
-            self._program = None
+        if self._running:
+            _, program = self._running
+            program.terminate()
+            program.wait()
+            self._running = None
 
-    def _start(self) -> None:
-        version = self._queue[0]
+    def _start(self, version: int) -> subprocess.Popen[bytes]:
         told = {"{folder}": str(path_of(self._folder, version).resolve()), "{step}": str(version)}
-        words = self._command
+        words = list(self._command)
         for name, value in told.items():
             words = [word.replace(name, value) for word in words]
-        self._tries, self._begun = self._tries + 1, time.monotonic()
         with self._said.open("ab") as said:
             said.write(f"--- step {version}, try {self._tries}\n".encode())
             said.flush()
             # Where its words are files of the user's; the guard ends it with this process.
-            self._program = subprocess.Popen(
+            return subprocess.Popen(
                 guarded(words, list(os.environ)),
                 stdin=subprocess.DEVNULL,
                 stdout=said,
@@ -98,24 +105,23 @@ class HandedOn:
                 start_new_session=True,
             )
 
-    def _look(self) -> None:
-        assert self._program
-        code = self._program.poll()
-        over_s = time.monotonic() - self._begun - self._within_s
-        if code is None and over_s <= 0:
+    def _look(self, version: int, program: subprocess.Popen[bytes]) -> None:
+        code, took_s = program.poll(), time.monotonic() - self._begun
+        if code is None and took_s <= self._within_s:
             return
-        version = self._queue[0]
         if code is None:
             self.close()
+        self._running = None
+        if code is None:
             self._fail(f"it was not done within {self._within_s:g} s (checkpoint.then_s)")
         elif code:
             self._fail(f"exit code {code}, its last words: {self._last_words()}")
         else:
-            (path_of(self._folder, version) / DONE).touch()
+            with suppress(OSError):  # the command may have moved it away
+                (path_of(self._folder, version) / DONE).touch()
             self._failed.pop(version, None)
-            log.info("a checkpoint is handed on", version=version, s=round(time.monotonic() - self._begun, 1))
+            log.info("a checkpoint is handed on", version=version, s=round(took_s, 1))
             self._next()
-        self._program = None
 
     def _fail(self, why: str) -> None:
         version = self._queue[0]
@@ -130,7 +136,8 @@ class HandedOn:
         self._tries, self._again_at = 0, 0.0
 
     def _last_words(self) -> str:
-        with self._said.open("rb") as said:
+        with suppress(OSError), self._said.open("rb") as said:
             said.seek(-min(said.seek(0, os.SEEK_END), TAIL_BYTES), os.SEEK_END)
             lines = [line.strip() for line in said.read().decode(errors="replace").splitlines() if line.strip()]
-        return lines[-1][-WORDS:] if lines and not lines[-1].startswith("---") else "none"
+            return lines[-1][-WORDS:] if lines and not lines[-1].startswith("---") else "none"
+        return "none"

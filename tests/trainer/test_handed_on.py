@@ -62,6 +62,14 @@ def test_one_that_fails_is_given_up_and_told_with_its_last_words(make: Callable[
     assert "step 2: it was not done within 0.1 s (checkpoint.then_s)" in slow.failed
 
 
+def test_a_command_that_moves_the_checkpoint_is_done_with_it_and_with_no_other(
+    make: Callable[..., HandedOn], tmp_path: Path
+) -> None:
+    each = make("echo {step} >> OUT; rm -r {folder}; sleep 0.2")
+    wait(each)
+    assert (tmp_path / "out").read_text().split() == ["2", "4"] and each.failed == "" and not each.held
+
+
 def test_one_whose_checkpoint_is_gone_is_passed_over_and_what_runs_ends_with_the_learner(
     make: Callable[..., HandedOn], tmp_path: Path
 ) -> None:
