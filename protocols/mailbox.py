@@ -25,7 +25,7 @@ import zmq
 
 from penstock.protocols import wire
 from penstock.protocols.connection import Connection, is_address
-from penstock.protocols.keys import ClientKeys
+from penstock.protocols.keys import ClientKeys, is_loopback
 from penstock.protocols.messages import (
     Fenced,
     HeartbeatAck,
@@ -351,7 +351,9 @@ class Mailbox:
         return True
 
     def _overdue(self, line: Connection, waiting: dict[int, _Request], now: float) -> None:
-        never = "" if self._heard else "; it has answered nothing so far: are keys missing, wrong, or not wanted there?"
+        elsewhere = "is it another machine's loopback, or " * is_loopback(self.address)
+        why = f"; it has answered nothing so far: {elsewhere}are keys missing, wrong, or not wanted there?"
+        never = "" if self._heard else why
         for request_id, request in list(waiting.items()):
             if now >= request.deadline.at:
                 del waiting[request_id]

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.observe.terminal import View
-from penstock.pipeline.run.folder import address_of, keys_folder
+from penstock.pipeline.run.folder import address_of, client_file
 from penstock.pipeline.run.lock import holder
 from penstock.protocols.connection import is_address
 from penstock.protocols.keys import ClientKeys, load_client
@@ -44,8 +44,8 @@ def find_broker(run: Path | None, broker: str | None, keys: Path | None) -> tupl
             raise ConfigError(f"RUN: no broker has ever listened for {run}; is it a run's folder?")
     elif not is_address(broker):
         raise ConfigError(f"--broker: {broker!r} is not an address such as tcp://127.0.0.1:5555")
-    if keys is None and run and (keys_folder(run) / "client.json").is_file():
-        keys = keys_folder(run) / "client.json"
+    if keys is None and run:
+        keys = client_file(run)
     return broker, keys, named
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import shutil
 import tempfile
@@ -57,6 +58,12 @@ def look(config: Config, folder: Path, report: Report) -> None:
                 f"weights.host={config.weights.host}: the machines of {kind}.nodes do not reach each other there; give "
                 "their network, e.g. weights.host=10.1.0.0/16"
             )
+        if kind == "rollout" and kind in config.run.elsewhere and alone and not config.rollout.without_engine:
+            report.problems.append(
+                f"weights.host={config.weights.host}: rollouts that join from other machines (run.elsewhere) would be "
+                "sent no weights from there; give the network between them, as broker.bind has it, e.g. "
+                "weights.host=10.1.0.0/16"
+            )
     _look_at_networks(config, folder, report)
     _look_at_store(config, report)
     _look_at_disk(config, folder, report)
@@ -109,6 +116,12 @@ def _look_into(store: Any, shows: bool, report: Report) -> None:
     """Whether a Redis of the user's own keeps what it is given; ``shows``: pictures among it. Raises what
     redis-py does where none answers."""
     store.ping()
+    with contextlib.suppress(redis.ResponseError):  # a hosted one may not tell
+        if store.info("cluster").get("cluster_enabled"):
+            report.problems.append(
+                "store.url: its Redis is in cluster mode, where keys that change together may not lie apart: take one "
+                "that is not (cluster-enabled no), with a replica beside it where that matters"
+            )
     try:
         keys = ("maxmemory-policy", "appendonly", "proto-max-bulk-len")
         found = {name: value for key in keys for name, value in store.config_get(key).items()}
@@ -116,7 +129,7 @@ def _look_into(store: Any, shows: bool, report: Report) -> None:
         report.notes.append("store.url: its Redis does not say whether it keeps what it is given (CONFIG is forbidden)")
         return
     policy = found.get("maxmemory-policy", "noeviction")
-    if policy != "noeviction":
+    if policy != "noeviction" and not policy.startswith("volatile-"):  # those take what would expire, which is not ours
         report.here.append(
             f"store.url: its Redis may throw away what it holds (maxmemory-policy {policy}): "
             "CONFIG SET maxmemory-policy noeviction"

@@ -177,6 +177,20 @@ def keys_folder(folder: Path) -> Path:
     return folder / "keys"
 
 
+def client_file(folder: Path) -> Path | None:
+    """The keys by which processes of the run in ``folder`` speak to its broker; None: it has none. Raises
+    `ConfigError`."""
+    path = keys_folder(folder) / "client.json"
+    try:
+        found = path.is_file()
+    except PermissionError:
+        raise ConfigError(
+            f"RUN: the keys of the run in {folder} are another user's, and not to be read: come in as that one, or ask "
+            f"for a copy of {path} and give it with --keys"
+        ) from None
+    return path if found else None
+
+
 def run_key(folder: Path) -> str:
     """The run's own key, made once, kept in its folder: by it the store is known to be this run's."""
     path = folder / "run.key"

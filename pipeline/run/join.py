@@ -17,7 +17,7 @@ from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.observe import client
 from penstock.pipeline.resources.placement import joining_guests, seated
 from penstock.pipeline.run.command import penstock
-from penstock.pipeline.run.folder import address_of, keys_folder, run_key
+from penstock.pipeline.run.folder import address_of, client_file, run_key
 from penstock.pipeline.run.forking import fork_server
 from penstock.pipeline.run.launcher import BROKER_SILENT_S, CHECKPOINT_S, DRAIN_S, STATUS_EVERY_S, RunError, ends
 from penstock.pipeline.run.lock import came_to
@@ -134,8 +134,8 @@ class _Join:
         if found is None or not (self._folder / "config.yaml").is_file():
             return None
         self._address = found
-        client_keys = keys_folder(self._folder) / "client.json"
-        pair = keys.load_client(client_keys) if client_keys.is_file() else None
+        own = client_file(self._folder)
+        pair = keys.load_client(own) if own else None
         mailbox, at_work = None, False
         try:
             mailbox = client.join(self._address, pair)

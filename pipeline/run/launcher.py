@@ -20,7 +20,7 @@ from penstock.pipeline.observe.terminal import View
 from penstock.pipeline.resources.placement import place
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.finish import conclude
-from penstock.pipeline.run.folder import keys_folder, run_key, run_name
+from penstock.pipeline.run.folder import client_file, run_key, run_name
 from penstock.pipeline.run.forking import fork_server
 from penstock.pipeline.run.programs import Programs
 from penstock.pipeline.run.redis_server import PrivateRedis
@@ -233,8 +233,8 @@ class _Launch:
         return self._folder / "logs" / f"{name}.stderr"
 
     def _say_hello(self, address: str) -> None:
-        client_keys = keys_folder(self._folder) / "client.json"
-        keys = load_client(client_keys) if client_keys.is_file() else None
+        own = client_file(self._folder)
+        keys = load_client(own) if own else None
         self._mailbox = Mailbox(address, incarnation_of("supervisor"), keys)
         hello = Hello(kind="observer", name="supervisor", host="", pid=os.getpid())
         self._mailbox.hello = lambda: [hello]

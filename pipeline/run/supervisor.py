@@ -14,6 +14,7 @@ from pathlib import Path
 
 import structlog
 
+from penstock.pipeline.run import torchrun
 from penstock.pipeline.run.forking import Forked, ForkError, ForkServer
 from penstock.services.runtime.errors import EXIT_SETUP
 from penstock.services.runtime.plain import plain
@@ -108,7 +109,9 @@ class Supervisor:
         folder: Path | None = None,
     ) -> Child:
         """Starts a process. Its stdin stays open as long as this process lives: its lifeline."""
-        child = Child(name, command, {**os.environ, **(env or {})}, stderr, restartable, foreign, preloaded, folder)
+        # What a cluster says of ranks is of this process: no child is one of those.
+        ours = {key: value for key, value in os.environ.items() if key not in torchrun.VARIABLES}
+        child = Child(name, command, {**ours, **(env or {})}, stderr, restartable, foreign, preloaded, folder)
         self.children.append(child)
         self._spawn(child, pass_fds)
         return child

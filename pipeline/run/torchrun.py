@@ -31,6 +31,14 @@ class NotMetError(RuntimeError):
     """The other machines of a learner have not come."""
 
 
+VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+"""By which torchrun tells a process which rank it is; Kubeflow's PyTorchJob and others set them for whatever they
+start."""
+
+
 def launched() -> bool:
     """This process is a rank already, of our torchrun or of the user's own."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ

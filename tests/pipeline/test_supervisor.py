@@ -20,6 +20,19 @@ from penstock.protocols.messages import Message, StopRun
 from penstock.services.runtime.actor import ActorContext
 
 
+def test_no_child_takes_itself_for_a_rank_of_what_started_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kubeflow's PyTorchJob says RANK and WORLD_SIZE to all that it starts."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    watched = Supervisor(3)
+    program = "import os; print({'RANK', 'WORLD_SIZE'} & set(os.environ))"
+    child = watched.start("trainer", [sys.executable, "-c", program], tmp_path / "stderr")
+    assert child.process and child.process.wait(30) == 0
+    assert (tmp_path / "stderr").read_text().strip() == "set()"
+
+
 def test_a_process_that_starts_slowly_is_not_wedged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "WEDGED_S", 0.2)
     watched = Supervisor(3)

@@ -426,6 +426,8 @@ MISTAKES = [
     m("machines that do not reach each other", "weights.host=127.0.0.1: the machines of trainer.nodes do not reach",
       overrides=["trainer.ranks=2", "trainer.nodes=2", "run.elsewhere=[trainer]",
                  "broker.bind=tcp://0.0.0.0:0", "broker.advertise=tcp://127.0.0.1:5555"]),
+    m("rollouts on other machines that weights do not reach", "weights.host=127.0.0.1: rollouts that join from other m",
+      overrides=["run.elsewhere=[rollout]", "broker.bind=tcp://0.0.0.0:0", "broker.advertise=tcp://127.0.0.1:5555"]),
     m("an answer that is shown where nothing can be", "self_distillation shows a good answer in the prompt",
       overrides=["trainer.algorithm.preset=sdpo", "gateway.count=1"]),
     m("a method that is another one", "trainer.algorithm: preset=dapo takes aggregation=token-mean, and token-sum is",
