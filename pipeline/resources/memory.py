@@ -121,6 +121,8 @@ def _undealt(kind: str, learner: LearnerConfig, shape: Shape) -> list[str]:
     unknown = f"{shape.name} is of no family that is shared so (docs/models.md); set it to 1"
     if stages > 1 and not shape.staged:
         problems.append(f"{kind}.pipeline_parallel={stages}: {unknown}")
+    if tensor > 1 and not shape.split:
+        problems.append(f"{kind}.tensor_parallel={tensor}: {unknown}")
     if sequence > 1 and not shape.packs:
         problems.append(f"{kind}.sequence_parallel={sequence}: {unknown}")
     if stages > shape.layers:
@@ -128,7 +130,7 @@ def _undealt(kind: str, learner: LearnerConfig, shape: Shape) -> list[str]:
     if size > 1 and (not shape.experts or shape.experts % size):
         of = f"{shape.experts} experts of each layer" if shape.experts else "model, which has no experts"
         problems.append(f"{kind}.expert_parallel={size} does not divide the {of}; set it to a divisor, or to 1")
-    if not shape.cuts(tensor):
+    if shape.split and not shape.cuts(tensor):
         between = "" if shape.experts else f", or {shape.intermediate} features between"
         problems.append(
             f"{kind}.tensor_parallel={tensor} does not divide {shape.heads} attention heads, {shape.kv_heads} of keys "

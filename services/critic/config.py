@@ -7,6 +7,14 @@ from pydantic import Field
 from penstock.services.learning.config import LearnerConfig, OptimizerConfig
 
 
+class CriticOptimizerConfig(OptimizerConfig):
+    """AdamW or Muon: how its weights are changed."""
+
+    lr: float = Field(1e-5, gt=0)
+    """Learning rate after the warm-up, e.g. ``1.0e-05``, commonly ten times the policy's; of both, where there are
+    two."""
+
+
 class CriticConfig(LearnerConfig):
     """The critic; there is none where nothing reads its column ``values``."""
 
@@ -23,5 +31,5 @@ class CriticConfig(LearnerConfig):
     lam: float | None = Field(None, ge=0, le=1)
     """λ of the returns that it learns, e.g. ``1.0`` while the advantage has 0.95 (VC-PPO, arXiv:2503.01491); null: the
     advantage's own, or 1."""
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
-    """AdamW or Muon: how its weights are changed. Its learning rate is commonly ten times the policy's."""
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    """AdamW or Muon: how its weights are changed."""

@@ -27,8 +27,12 @@ def with_known_costs(step: TrainingBatch, constraints: Sequence[ConstraintConfig
 
 
 def multiplier_of(constraint: ConstraintConfig, state: dict[str, float]) -> float:
-    """λ as the step finds it."""
-    return state.get(f"multiplier/{constraint.column}", constraint.initial)
+    """λ as the step finds it: as it has become, or as the config has it, where a run was resumed with another start."""
+    now, began = f"multiplier/{constraint.column}", f"multiplier_began/{constraint.column}"
+    if state.get(began, constraint.initial) != constraint.initial:
+        state.pop(now, None)
+    state[began] = constraint.initial
+    return state.get(now, constraint.initial)
 
 
 def risen(multiplier: float, mean_cost: float, constraint: ConstraintConfig) -> float:

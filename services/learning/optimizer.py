@@ -3,7 +3,7 @@ beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,9 +27,9 @@ def make_optimizer(
     how: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.type == "muon":
         hidden = hidden_matrices(model, parameters)
-        others = _groups((each for each in parameters.values() if each not in hidden), config.weight_decay)
+        others = _groups({name: each for name, each in parameters.items() if each not in hidden}, config.weight_decay)
         return Muon(hidden, torch.optim.AdamW(others, **how, fused=True) if others else None, config, world)
-    groups = _groups(parameters.values(), config.weight_decay)
+    groups = _groups(parameters, config.weight_decay)
     if config.moments == "float32":
         return torch.optim.AdamW(groups, **how, fused=True)
     from torchao.optim import AdamW8bit
@@ -87,10 +87,11 @@ def restore_state(
     optimizer.state[parameter] = found
 
 
-def _groups(parameters: Iterable[torch.nn.Parameter], decay: float) -> list[dict[str, Any]]:
-    """Matrices, which decay, and vectors, which do not; of each, what is cut over the same ranks is changed in one
-    go."""
+def _groups(parameters: Mapping[str, torch.nn.Parameter], decay: float) -> list[dict[str, Any]]:
+    """Matrices, which decay, and vectors, which do not, experts' biases among them, which lie together; of each, what
+    is cut over the same ranks is changed in one go."""
     found: dict[tuple[bool, Any], list[torch.nn.Parameter]] = {}
-    for parameter in parameters:
-        found.setdefault((parameter.ndim > 1, getattr(parameter, "device_mesh", None)), []).append(parameter)
+    for name, parameter in parameters.items():
+        decays = parameter.ndim > 1 and not name.endswith("bias")
+        found.setdefault((decays, getattr(parameter, "device_mesh", None)), []).append(parameter)
     return [{"params": some, "weight_decay": decay if decays else 0.0} for (decays, _), some in found.items()]

@@ -14,6 +14,7 @@ from penstock.services.modeling.families import (
     PLAIN,
     STAGED,
     TENSOR,
+    TENSOR_WHOLE,
     TIED,
     UNCOUNTED,
     keeps_state,
@@ -109,6 +110,8 @@ class Shape:
     """Ranks may share its layers (`families.STAGED`)."""
     tensor: bool = True
     """Ranks may share its matrices, and with them what is kept of each token (`families.TENSOR`)."""
+    split: bool = True
+    """Ranks may share its matrices at all (`families.TENSOR_WHOLE`)."""
     counted: bool = True
     """Its FLOPs are."""
     norms_heads: bool = False
@@ -328,7 +331,7 @@ def described_by(name: str, data: Mapping[str, Any]) -> Shape | None:
             data.get("num_key_value_heads") or heads, data.get("head_dim") or data["hidden_size"] // heads,
             data["vocab_size"], bool(tied), positions or 1 << 20,
             packs=alone and family in PACKED and not hybrid, staged=alone and family in STAGED,
-            tensor=alone and family in TENSOR,
+            tensor=alone and family in TENSOR, split=alone and family in TENSOR | TENSOR_WHOLE,
             counted=family in PLAIN and not data.get("use_sliding_window"),
             norms_heads=hybrid or family in ("qwen3", "qwen3_moe"),
         )  # fmt: skip

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.protocols.columns import VALUES
-from penstock.services.critic.config import CriticConfig
+from penstock.services.critic.config import CriticConfig, CriticOptimizerConfig
 from penstock.services.critic.learner import CriticLearner
 from penstock.services.critic.value_loss import value_loss
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.learning.config import ConstraintConfig, OptimizerConfig, Penalties
+from penstock.services.learning.config import ConstraintConfig, Penalties
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.values import value_head
@@ -37,13 +37,20 @@ def policy(tmp_path: Path) -> Path:
 def critic_of(
     path: Path, tokens: int = 8192, lr: float = 1e-2, warmup_steps: int = 0, penalties: Penalties | None = None
 ) -> CriticLearner:
-    config = CriticConfig(tokens_per_micro_batch=tokens, optimizer=OptimizerConfig(lr=lr), warmup_steps=warmup_steps)
+    config = CriticConfig(
+        tokens_per_micro_batch=tokens, optimizer=CriticOptimizerConfig(lr=lr), warmup_steps=warmup_steps
+    )
     model = load_trainable(str(path), World(CPU), CPU, "float32", "value")
     return CriticLearner(model, config, 50, 1.0, 1.0, penalties or Penalties())
 
 
 def valued(learner: CriticLearner, step: TrainingBatch) -> TrainingBatch:
     return step.with_tokens(VALUES, learner.values(step))
+
+
+def test_its_learning_rate_is_its_own_whatever_else_is_said_of_its_optimizer() -> None:
+    for told in ({}, {"optimizer": {"schedule": "cosine"}}, {"optimizer": {"type": "muon", "max_grad_norm": 0.5}}):
+        assert CriticConfig.model_validate(told).optimizer.lr == 1e-5
 
 
 def test_it_begins_with_the_policys_body_and_values_of_zero(policy: Path) -> None:
@@ -70,7 +77,8 @@ def test_it_learns_what_each_answer_is_worth(policy: Path) -> None:
 def test_a_multiplier_waits_while_the_policy_stands_still(policy: Path) -> None:
     cost = ConstraintConfig(column="cost", limit=3.0, initial=0.5, rate=0.1)
     learner = critic_of(policy, warmup_steps=2, penalties=Penalties(constraints=(cost,)))
-    for seen in ({}, {}, {"multiplier/cost": pytest.approx(0.5 * np.exp(0.1 * (9 - 3)))}):
+    risen = {"multiplier/cost": pytest.approx(0.5 * np.exp(0.1 * (9 - 3))), "multiplier_began/cost": 0.5}
+    for seen in ({}, {}, risen):
         step = a_step(0)
         step = replace(step, values={**step.values, "cost": np.full(len(step.trajectories), 9.0, np.float32)})
         learner.train(valued(learner, step))

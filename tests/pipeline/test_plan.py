@@ -83,7 +83,10 @@ def test_the_plan_is_what_the_code_allocates(name: str, overrides: str, tmp_path
         assert found.peak < 80
 
 
-@pytest.mark.parametrize(("family", "key"), [("qwen3_5_text", "sequence_parallel"), ("granite", "pipeline_parallel")])
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [("qwen3_5_text", "sequence_parallel"), ("granite", "pipeline_parallel"), ("gpt_oss", "tensor_parallel")],
+)
 def test_what_a_family_is_not_shared_by_is_refused(family: str, key: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(AutoConfig.for_model(family).to_json_string(use_diff=False))
     keys = [f"model.path={tmp_path}", "rollout.engine.max_length=4096", "trainer.ranks=2", f"trainer.{key}=2"]

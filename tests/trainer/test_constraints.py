@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.config import ConstraintConfig, Penalties
-from penstock.services.learning.constraints import lagrangian, risen
+from penstock.services.learning.constraints import lagrangian, multiplier_of, risen
 from penstock.services.learning.token_rewards import token_rewards
 from penstock.services.trainer.algorithm_config import AlgorithmConfig
 from penstock.services.trainer.config import TrainerConfig
@@ -93,6 +93,8 @@ def test_the_multiplier_is_in_the_checkpoint(tmp_path: Path) -> None:
     checkpoint.restore(again, path)
     assert again.state == one.state and one.state[NAME] > 0.5
     assert again.train(costly(1, 9.0))[NAME] == one.train(costly(1, 9.0))[NAME] > 0.5
+    lower = ConstraintConfig.model_validate(LIMIT | {"initial": 0.1})
+    assert multiplier_of(lower, one.state) == 0.1, "a run that is resumed with another start begins anew"
 
 
 @pytest.mark.parametrize("advantage", ["gdpo", "distillation", "remax"])

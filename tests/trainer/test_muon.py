@@ -22,6 +22,7 @@ from penstock.services.learning.muon import MOMENTUM, Muon, hidden_matrices, ort
 from penstock.services.learning.optimizer import MOMENTS, make_optimizer, set_rate
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import Shape, World
+from tests import families
 from tests.conftest import TINY
 from tests.trainer.rank_program import a_mixture, a_model
 from tests.trainer.test_checkpoint import CPU, a_learner, continues_exactly
@@ -113,6 +114,17 @@ def test_embedding_head_and_vectors_are_not_hidden() -> None:
     critic = LlamaForTokenClassification(LlamaConfig(**TINY, num_labels=1))
     parameters = dict(critic.named_parameters())
     assert len(hidden_matrices(critic, parameters)) == 14 and parameters["score.weight"].ndim == 2
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_no_bias_decays_of_experts_neither(kind: str, tmp_path: Path) -> None:
+    model = families.write("gpt_oss", tmp_path)
+    config = OptimizerConfig.model_validate({"type": kind, "weight_decay": 0.1})
+    optimizer = make_optimizer(model, dict(model.named_parameters()), config, World(torch.device("cpu")))
+    decaying = {id(each) for group in optimizer.param_groups if group["weight_decay"] for each in group["params"]}
+    biases = {name for name, each in model.named_parameters() if name.endswith("bias")}
+    assert any("experts.down_proj_bias" in name for name in biases)
+    assert not [name for name, each in model.named_parameters() if name in biases and id(each) in decaying]
 
 
 def test_a_run_goes_on_bit_by_bit_and_with_no_other_type(tmp_path: Path) -> None:
