@@ -11,6 +11,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from ctypes import CDLL
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,52 @@ def test_a_program_reaches_no_socket_in_the_file_system(tmp_path: Path) -> None:
     assert code_tests(f"{ring}\n{pair}", "assert True") == 1.0
     pipe = "import multiprocessing as m\na, b = m.Pipe()\na.send(1)"
     assert code_tests(pipe, "assert b.recv() == 1") == 1.0
+
+
+IN_A_CONTAINER = """
+import ctypes, os, socket, struct
+from penstock.services.user_processes.sandbox.child import _assembled
+from penstock.services.user_processes.sandbox.run import run
+
+libc, zero = ctypes.CDLL(None), ctypes.c_ulong(0)
+refused = 272 if os.uname().machine == "x86_64" else 97  # unshare, as Docker's own filter has it
+steps = [("load", 0, "", ""), ("equal", refused, "", "on"), ("end", 0x50001, "", ""), "on", ("end", 0x7FFF0000, "", "")]
+code = ctypes.create_string_buffer(_assembled(steps))
+about = ctypes.create_string_buffer(struct.pack("@HP", 4, ctypes.addressof(code)))
+libc.prctl(38, ctypes.c_ulong(1), zero, zero, zero)
+libc.prctl(22, ctypes.c_ulong(2), about, zero, zero)
+assert libc.unshare(0x10000000) == -1
+server = socket.create_server(("127.0.0.1", 0))
+program = f'''
+import os, signal, socket, subprocess, sys
+def refused(what):
+    try:
+        what()
+    except OSError:
+        return True
+print(refused(lambda: socket.create_connection(("127.0.0.1", {server.getsockname()[1]}), 2)))
+print(refused(lambda: socket.socket(socket.AF_UNIX)))
+print(refused(lambda: open("/proc/{os.getpid()}/environ").read()))
+print(refused(lambda: os.kill({os.getpid()}, signal.SIGTERM)))
+print(refused(lambda: os.setpgid(0, 0)))
+print(subprocess.check_output([sys.executable, "-c", "print(6 * 7)"], text=True).strip())
+'''
+found = run(program, "assert refused(os.setsid)")
+print(found.completed, found.output.split())
+print(run("import socket; socket.socket()", network=True).completed)
+print(run(f"open('/proc/{os.getpid()}/environ').read()", network=True).completed)
+"""
+
+
+@pytest.mark.skipif(os.uname().machine not in SYSTEMS, reason="sockets are bounded on x86-64 and ARM alone")
+def test_a_program_is_confined_where_nobody_may_make_a_namespace() -> None:
+    """As in containers, whose filter refuses it: there it sees the same processes, and the environment of none."""
+    if CDLL(None).syscall(444, None, 0, 1) < 1:
+        pytest.skip("there is no Landlock here")
+    command = [sys.executable, "-c", IN_A_CONTAINER]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    wanted = ["True ['True', 'True', 'True', 'True', 'True', '42']", "True", "False"]
+    assert done.stdout.splitlines() == wanted, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -28,26 +28,37 @@ from typing import Any, NoReturn
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 SECCOMP_MODE_FILTER = 2
-SYSTEMS = {"x86_64": (0xC000003E, 41, 53), "aarch64": (0xC00000B7, 198, 199)}
-"""Of each machine: what the kernel calls its calls (AUDIT_ARCH), and the numbers of socket and socketpair."""
-IO_URING_SETUP = 425
+SYSTEMS = {
+    "x86_64": (0xC000003E, 41, 53, (109, 112), (62, 129, 200, 234, 297)),
+    "aarch64": (0xC00000B7, 198, 199, (154, 157), (129, 138, 130, 131, 240)),
+}
+"""Of each machine: what the kernel calls its calls (AUDIT_ARCH), and the numbers of socket, of socketpair, of those
+that leave a group of processes (setpgid, setsid), and of those that signal others (kill, rt_sigqueueinfo, tkill,
+tgkill, rt_tgsigqueueinfo)."""
+IO_URING_SETUP, PIDFD_SEND_SIGNAL = 425, 424
+LANDLOCK_CREATE_RULESET, LANDLOCK_RESTRICT_SELF = 444, 446
+LANDLOCK_VERSION, LANDLOCK_MAKE_BLOCK, LANDLOCK_SCOPE_SIGNAL = 1, 1 << 11, 2
+SCOPED = 6
+"""The version of Landlock that bounds signals too."""
+CAPABILITIES = 0x20080522
+"""Version of how they are told."""
 SOCK_STREAM, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16  # Linux's; the module socket takes long to import
 NO_NAMESPACE = 97
 """Exit code: this machine lets nobody leave the network."""
 FILE_BYTES = 16 << 20
 PROCESSES = 256
-"""At once, threads too; see `_counts_here`."""
+"""At once, threads too; see `_processes_here`."""
 
 
 def main(program: Path, said: int, cpu_s: int, memory_mb: int, network: bool, parent: int) -> None:
     """Does not return where the program ends the process."""
     libc = ctypes.CDLL(None, use_errno=True)
-    alone = _leave(libc, network)
+    place = _leave(libc, network)
     if child := os.fork():
         _watch(libc, child, program.parent, parent)
     _end_with_parent(libc, signal.SIGKILL)
     if not network:
-        _leave_sockets(libc)
+        _leave_sockets(libc, place)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a pipe that is read would fill whoever reads it
     if child := os.fork():
         os.waitpid(child, 0)
@@ -57,7 +68,7 @@ def main(program: Path, said: int, cpu_s: int, memory_mb: int, network: bool, pa
         (resource.RLIMIT_AS, memory_mb << 20),
         (resource.RLIMIT_FSIZE, FILE_BYTES),
         (resource.RLIMIT_CORE, 0),
-        *([(resource.RLIMIT_NPROC, PROCESSES)] if alone and _counts_here() else []),
+        *([(resource.RLIMIT_NPROC, PROCESSES + _processes_here(place))] if place and _counts_here() else []),
     ):
         resource.setrlimit(what, (limit, limit))
     sys.argv = [program.name]
@@ -90,51 +101,105 @@ def _build_in(text: str) -> None:
         vars(builtins).setdefault(name, value)
 
 
-def _leave(libc: Any, network: bool) -> bool:
-    """Leaves the network, unless ``network``, and what others' processes are, where the kernel lets us; whether there
-    is a namespace of our own now. Ends this process where it cannot leave the network."""
+def _leave(libc: Any, network: bool) -> str:
+    """Leaves the network, unless ``network``, and what others' processes are, where the kernel lets us. Returns where
+    this process is now: in a ``namespace`` of its own; or, where there may be none, as in most containers, in a domain
+    of Landlock ``without_signals`` to others, or in one ``with_signals``, and no network is left only once no socket
+    can be made; or nowhere else (empty). Ends this process where it cannot leave the network."""
     if not hasattr(libc, "unshare"):  # not Linux
-        return network or _refuse("it is not Linux")
+        return "" if network else _refuse("it is not Linux")
     wanted = CLONE_NEWUSER | (0 if network else CLONE_NEWNET)
     if not libc.unshare(wanted | CLONE_NEWPID):
-        return True
+        return "namespace"
     if network:
-        return False
-    return not libc.unshare(wanted) or _refuse(os.strerror(ctypes.get_errno()))
+        return _landlock(libc)
+    if not libc.unshare(wanted):
+        return "namespace"
+    why = os.strerror(ctypes.get_errno())
+    return _landlock(libc) or _refuse(why)
 
 
-def _leave_sockets(libc: Any) -> None:
+def _landlock(libc: Any) -> str:
+    """Nothing of processes outside can be read from now on, such as their environment (/proc/PID/environ). See `_leave`
+    for what it returns; empty where the kernel has no Landlock, or no filter for this machine."""
+    version = libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_VERSION)
+    if version < 1 or os.uname().machine not in SYSTEMS or sys.maxsize < 1 << 32:
+        return ""
+    # Access to files, to the network, and what is scoped: a domain must forbid something, and nobody makes devices.
+    rules = (LANDLOCK_MAKE_BLOCK, 0, LANDLOCK_SCOPE_SIGNAL)[: 3 if version >= SCOPED else 1]
+    told = struct.pack(f"={len(rules)}Q", *rules)
+    made = libc.syscall(LANDLOCK_CREATE_RULESET, told, ctypes.c_size_t(len(told)), 0)
+    zero = ctypes.c_ulong(0)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), zero, zero, zero)
+    if made < 0 or libc.syscall(LANDLOCK_RESTRICT_SELF, made, 0):
+        return ""
+    libc.capset(struct.pack("=Ii", CAPABILITIES, 0), bytes(24))  # or root would read there nevertheless
+    os.close(made)
+    return "without_signals" if version >= SCOPED else "with_signals"
+
+
+def _leave_sockets(libc: Any, place: str) -> None:
     """From now on a new socket is of those that a namespace of networks bounds: IPv4, IPv6 and netlink. Sockets in the
     file system are not bounded by it, a run's Redis among them. Pairs stay, which multiprocessing takes; not those of
-    datagrams, which could be sent elsewhere. Does nothing where the kernel has no seccomp, or for other machines."""
+    datagrams, which could be sent elsewhere. Without a namespace none can be made, nobody leaves the group of processes
+    that is ended in the end, and, where Landlock does not see to that, nobody signals others. Does nothing where the
+    kernel has no seccomp, or for other machines."""
     if os.uname().machine not in SYSTEMS or sys.maxsize < 1 << 32 or not hasattr(libc, "prctl"):
         return
-    arch, new, pair = SYSTEMS[os.uname().machine]
-    load, equal, at_least, both, end = 0x20, 0x15, 0x35, 0x54, 0x06  # BPF_LD | BPF_W | BPF_ABS, and so on
-    refused, allowed = 14, 15
-    steps = [
-        (load, 0, 0, 4),  # for which machine the call is
-        (equal, 0, refused - 2, arch),
-        (load, 0, 0, 0),  # its number
-        (at_least, refused - 4, 0, 1 << 30),  # x32's
-        (equal, refused - 5, 0, IO_URING_SETUP),  # which makes sockets too
-        (equal, 0, 3, pair),
-        (load, 0, 0, 24),  # the second argument: the kind
-        (both, 0, 0, 0xF),  # without its flags
-        (equal, allowed - 9, refused - 9, SOCK_STREAM),
-        (equal, 0, allowed - 10, new),
-        (load, 0, 0, 16),  # the first argument: the family
-        (equal, allowed - 12, 0, AF_INET),
-        (equal, allowed - 13, 0, AF_INET6),
-        (equal, allowed - 14, refused - 14, AF_NETLINK),
-        (end, 0, 0, 0x50000 | errno.EPERM),
-        (end, 0, 0, 0x7FFF0000),
+    arch, new, pair, leaving, signalling = SYSTEMS[os.uname().machine]
+    families, refused = [AF_INET, AF_INET6, AF_NETLINK], [IO_URING_SETUP]  # which makes sockets too
+    if place != "namespace":
+        families, refused = [], [*refused, *leaving]
+    if place == "with_signals":
+        refused += [PIDFD_SEND_SIGNAL, *signalling]
+    steps: list[tuple[str, int, str, str] | str] = [
+        ("load", 4, "", ""),  # for which machine the call is
+        ("equal", arch, "", "no"),
+        ("load", 0, "", ""),  # its number
+        ("at least", 1 << 30, "no", ""),  # x32's
+        *(("equal", number, "no", "") for number in refused),
+        ("equal", pair, "", "no pair"),
+        ("load", 24, "", ""),  # the second argument: the kind
+        ("and", 0xF, "", ""),  # without its flags
+        ("equal", SOCK_STREAM, "yes", "no"),
+        "no pair",
+        ("equal", new, "", "yes"),
+        ("load", 16, "", ""),  # the first argument: the family
+        *(("equal", family, "yes", "") for family in families),
+        "no",
+        ("end", 0x50000 | errno.EPERM, "", ""),
+        "yes",
+        ("end", 0x7FFF0000, "", ""),
     ]
-    program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
-    about = ctypes.create_string_buffer(struct.pack("@HP", len(steps), ctypes.addressof(program)))
+    code = _assembled(steps)
+    program = ctypes.create_string_buffer(code)
+    about = ctypes.create_string_buffer(struct.pack("@HP", len(code) // 8, ctypes.addressof(program)))
     zero = ctypes.c_ulong(0)  # as wide as the kernel looks at it
     libc.prctl(PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), zero, zero, zero)
-    libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(SECCOMP_MODE_FILTER), about, zero, zero)
+    failed = libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(SECCOMP_MODE_FILTER), about, zero, zero)
+    if failed and place != "namespace":
+        _refuse(os.strerror(ctypes.get_errno()))
+
+
+def _assembled(steps: "list[tuple[str, int, str, str] | str]") -> bytes:
+    """BPF of ``steps``: an operation, its number, and the labels to go to where it holds and where not (empty: on); or
+    a label of the next one."""
+    names = {"load": 0x20, "equal": 0x15, "at least": 0x35, "and": 0x54, "end": 0x06}  # BPF_LD | BPF_W | BPF_ABS, …
+    places: dict[str, int] = {}
+    found: list[tuple[str, int, str, str]] = []
+    for step in steps:
+        if isinstance(step, str):
+            places[step] = len(found)
+        else:
+            found.append(step)
+
+    def jump(label: str, at: int) -> int:
+        return places[label] - at - 1 if label else 0
+
+    return b"".join(
+        struct.pack("=HBBI", names[what], jump(yes, at), jump(no, at), number)
+        for at, (what, number, yes, no) in enumerate(found)
+    )
 
 
 def _refuse(why: str) -> NoReturn:
@@ -162,6 +227,15 @@ def _end_with_parent(libc: Any, number: int) -> None:
 def _counts_here() -> bool:
     """Linux counts a user's processes in each namespace, since 5.14; before, all that the user has anywhere."""
     return [int(part) for part in re.findall(r"\d+", os.uname().release)[:2]] >= [5, 14]
+
+
+def _processes_here(place: str) -> int:
+    """Those that count already: none in a namespace, all of the user's elsewhere."""
+    found = 0
+    for folder in Path("/proc").glob("[0-9]*") if place != "namespace" else ():
+        with contextlib.suppress(OSError):  # it has ended
+            found += sum(1 for _ in (folder / "task").iterdir()) if folder.stat().st_uid == os.getuid() else 0
+    return found
 
 
 if __name__ == "__main__":

@@ -84,7 +84,8 @@ def run(
         if process.returncode == NO_NAMESPACE:
             raise SandboxError(
                 f"this machine lets no process leave the network ({errors.decode(errors='replace')}): allow user "
-                "namespaces, or set the option network: true of what runs the program"
+                "namespaces, take a kernel with Landlock (5.13 and later), or set the option network: true of what "
+                "runs the program"
             )
         said = b""
         with contextlib.suppress(OSError):  # nothing was said, or it was reset
