@@ -69,8 +69,14 @@ class Propose(Message):
     route: Route
     snapshots: str
     """Where missing buckets are asked for, e.g. ``tcp://10.0.0.1:4242``."""
+    advertised: str | None = None
+    """The same place, for rollouts that ask for whole versions there; null: as for all."""
     share: Share | None = None
     """A rollout tells it to each of its engine's workers, where they hold the version together."""
+
+    def place_for(self, transport: str) -> str:
+        """Where a rollout asks whose config names this ``transport``."""
+        return self.advertised if transport == "snapshot" and self.advertised else self.snapshots
 
 
 class Canary(BaseModel):

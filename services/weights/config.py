@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from penstock.protocols.connection import is_address
 from penstock.protocols.versions import ALIGN
-from penstock.services.runtime.settings import Section
+from penstock.services.runtime.settings import MOST_PORT, Section
 
 BUCKET_MB, GPU_BUCKET_MB = 4.0, 64.0
 UNDER_WAY = 7
@@ -27,6 +28,12 @@ class WeightsConfig(Section):
     host: str = "127.0.0.1"
     """This host's IPv4 address on the weight network; or that network, e.g. ``10.1.0.0/16``: each host finds
     its own address."""
+    snapshot_port: int = Field(0, ge=0, le=MOST_PORT)
+    """Port of `host` at which the trainer gives versions to rollouts that ask for them (``snapshot``), e.g. ``5601``,
+    for a firewall that has one open; 0: a free one."""
+    snapshot_advertise: str | None = None
+    """By which address rollouts with ``transport=snapshot`` reach that port, e.g. ``tcp://203.0.113.7:5601``, where the
+    trainer's machine is known to them by another than its own, as in most clouds; null: `host`."""
     deadline_s: float = Field(60.0, gt=0)
     """A rollout that has not loaded a version after so many seconds, and those that its bytes may take, is voted out,
     and invited again."""
@@ -61,6 +68,15 @@ class WeightsConfig(Section):
     @classmethod
     def _off(cls, value: Any) -> Any:
         return "off" if value is False else value  # as YAML reads a bare off
+
+    @model_validator(mode="after")
+    def _can_be_reached(self) -> WeightsConfig:
+        told = self.snapshot_advertise
+        if told is not None and not is_address(told):
+            raise ValueError(f"snapshot_advertise: {told!r} is no address, e.g. tcp://203.0.113.7:5601")
+        if told is not None and not self.snapshot_port:
+            raise ValueError("snapshot_advertise: it leads to one port: give that, too, e.g. snapshot_port=5601")
+        return self
 
     def bucket_bytes(self, device: str = "cpu") -> int:
         """Of a bucket, which ends where a weight may begin; ``device``: torch's type of what the trainer is on."""

@@ -426,6 +426,8 @@ MISTAKES = [
     m("machines that do not reach each other", "weights.host=127.0.0.1: the machines of trainer.nodes do not reach",
       overrides=["trainer.ranks=2", "trainer.nodes=2", "run.elsewhere=[trainer]",
                  "broker.bind=tcp://0.0.0.0:0", "broker.advertise=tcp://127.0.0.1:5555"]),
+    m("an address of weights that leads to no port", "snapshot_advertise: it leads to one port: give that, too",
+      overrides=["weights.snapshot_advertise=tcp://203.0.113.7:5601"]),
     m("rollouts on other machines that weights do not reach", "weights.host=127.0.0.1: rollouts that join from other m",
       overrides=["run.elsewhere=[rollout]", "broker.bind=tcp://0.0.0.0:0", "broker.advertise=tcp://127.0.0.1:5555"]),
     m("an answer that is shown where nothing can be", "self_distillation shows a good answer in the prompt",

@@ -19,6 +19,7 @@ import torch
 
 from penstock.protocols import messages as m
 from penstock.protocols.cut import Cut
+from penstock.protocols.free_port import lasting_ports
 from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.versions import CollectiveRoute, DigestError, SnapshotRoute
 from penstock.services.weights.buffers import HostBuffer, Mappings
@@ -162,7 +163,9 @@ def test_who_stays_away_from_a_broadcast_is_named_and_the_others_get_the_version
 
 
 def test_mixed_receivers_in_one_epoch() -> None:
-    channel = Channel(weights(0), dtype="bfloat16")
+    port, seen = lasting_ports()[0], {}
+    outside = f"tcp://localhost:{port}"  # as who is not on the weight network knows it
+    channel = Channel(weights(0), dtype="bfloat16", snapshot_port=port, snapshot_advertise=outside)
     rollouts = [channel.join(), channel.join(transport="gloo"), channel.join(transport="snapshot")]
     rollouts.append(channel.join(transport="gloo"))
     for version in range(4):
@@ -172,6 +175,10 @@ def test_mixed_receivers_in_one_epoch() -> None:
             assert same(rollout.wait(version), version, torch.bfloat16)
         channel.settled()
     assert [rollout.loaded[3].transport for rollout in rollouts] == ["shm", "gloo", "snapshot", "gloo"]
+    for rollout in rollouts:
+        line = rollout.receiver._snapshots
+        seen[rollout.loaded[3].transport] = line and line.address
+    assert seen["snapshot"] == outside and seen["gloo"] in (None, f"tcp://127.0.0.1:{port}")
     assert len({rollout.loaded[3].epoch for rollout in rollouts}) == 1
     assert rollouts[0].loaded[3].epoch == rollouts[0].loaded[2].epoch, "the same members are the same epoch"
     channel.close()
@@ -392,7 +399,7 @@ def test_buckets_that_came_are_let_go_of_while_others_are_fetched() -> None:
         held.append(weakref.ref(bucket))
         assert sum(one() is not None for one in held) <= 2
 
-    server = BucketServer("127.0.0.1", None, answer)
+    server = BucketServer("127.0.0.1", 0, None, answer)
     client = BucketClient(server.address, "rollout-0#1", None)
     assert client.fetch(0, "", layout, list(range(40)), None, arrived, 5) == data.nbytes and len(held) == 40
     client.close()

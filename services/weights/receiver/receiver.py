@@ -345,8 +345,7 @@ class Receiver:
         costs.verify_s += time.monotonic() - started
         if intake.missing:
             started = time.monotonic()
-            by_request = proposal.route.type == "snapshot"
-            costs.again += 0 if by_request else len(intake.missing)
+            costs.again += 0 if proposal.route.type == "snapshot" else len(intake.missing)
             shadow = self._fetch(proposal, commit, intake, shadow, costs)
             costs.receive_s += time.monotonic() - started
         if intake.whole() != commit.digests.whole:
@@ -361,10 +360,11 @@ class Receiver:
             copy_bytes(shadow.tensor, mended.tensor)
             shadow.release()
             shadow = mended
-        if self._snapshots is None or self._snapshots.address != proposal.snapshots:
+        place = proposal.place_for(self._config.transport)
+        if self._snapshots is None or self._snapshots.address != place:
             if self._snapshots:
                 self._snapshots.close()
-            self._snapshots = BucketClient(proposal.snapshots, self._mailbox.identity, self._keys)
+            self._snapshots = BucketClient(place, self._mailbox.identity, self._keys)
         into = shadow.tensor.numpy()
 
         def arrived(bucket: Bucket, data: np.ndarray) -> None:

@@ -109,7 +109,7 @@ class Publisher:
         self._buffers = BufferPool(bool(self.ranks), run_key if shared else None)
         # Epochs of a trainer that was started again come after those of the one before.
         self._sender = PublishState(time.time_ns() // 1_000_000, partial(config.patience_s, source.loaded_bytes))
-        self._snapshots = BucketServer(config.host, keys, self._answer_fetch)
+        self._snapshots = BucketServer(config.host, config.snapshot_port, keys, self._answer_fetch)
         self._broadcast = Broadcast(config, source.device)
         self._lock = threading.Lock()
         self._closed = False
@@ -360,6 +360,7 @@ class Publisher:
                 layout=snapshot.layout.digest,
                 route=route,
                 snapshots=self._snapshots.address,
+                advertised=self._config.snapshot_advertise,
             )
         )
 

@@ -26,11 +26,12 @@ WINDOW = 4
 
 
 class BucketServer:
-    """Answers `Fetch` from a thread of its own; ``answer`` makes the reply."""
+    """Answers `Fetch` at this ``port``, 0: a free one, from a thread of its own; ``answer`` makes the reply."""
 
-    def __init__(self, host: str, keys: ClientKeys | None, answer: Callable[[Fetch], Message]) -> None:
+    def __init__(self, host: str, port: int, keys: ClientKeys | None, answer: Callable[[Fetch], Message]) -> None:
         own = keys.to_serve() if keys else None
-        self._exchange = RouterServer(f"tcp://{host}:0", own, key="weights.host")
+        key = "weights.snapshot_port" if port else "weights.host"
+        self._exchange = RouterServer(f"tcp://{host}:{port}", own, key=key)
         self.address = self._exchange.address
         self._answer = answer
         self._closing = threading.Event()
