@@ -221,7 +221,7 @@ class Config(Section):
     run: RunConfig = RunConfig()
     """The run itself: name, folder, seed, how it deals with crashes."""
     model: ModelConfig
-    """The model that is trained: by name, or a tiny one made on the spot."""
+    """The model that is trained: by name, or a tiny one made on the spot. With a `path` it is one by name."""
     prompts: PromptsConfig
     """The tasks that the model is given, to train and to evaluate on."""
     gate: GateConfig = GateConfig()
@@ -302,6 +302,15 @@ class Config(Section):
         judges = [f for f in self.reward.functions if any(f.terms.values()) and f.function != ENVIRONMENT]
         reads = self.trainer.algorithm.advantage.type not in ("none", "distillation", "custom")
         return reads and not (judges or self.reward.columns)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_its_type(cls, data: Any) -> Any:
+        """A model that has a path needs no type."""
+        model = data.get("model") if isinstance(data, dict) else None
+        if isinstance(model, dict) and "path" in model and "type" not in model:
+            data = {**data, "model": {"type": "pretrained", **model}}
+        return data
 
     @model_validator(mode="before")
     @classmethod

@@ -131,6 +131,18 @@ def test_mistakes_are_named(override: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_a_model_with_a_path_is_one_by_name_and_needs_no_type() -> None:
+    sections = read_sections(QUICKSTART)
+    assert parse({**sections, "model": {"path": "ORG/MODEL"}}).model.type == "pretrained"
+    for model, message in (
+        ({"layers": 3}, "model: say which kind it is, with one of type: pretrained, type: tiny"),
+        ({"path": "ORG/MODEL", "layers": 3}, "model.layers: unknown key; it belongs to model.type=tiny"),
+        ({"path": "ORG/MODEL", "chat_templat": "x"}, "model.chat_templat: unknown key; did you mean 'chat_template'?"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            parse({**sections, "model": model})
+
+
 def test_a_section_given_by_its_type_alone_may_be_given_more() -> None:
     read = load(QUICKSTART, ["replay.filter=zero_variance", "replay.filter.column=reward/exact_match"])
     assert read.replay.filter == VarianceFilter(column="reward/exact_match")

@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
+from penstock.pipeline.config import Config, parse
 from tests.e2e.documented import documented
 from tests.pipeline.command_page import command_page
 
@@ -46,6 +48,19 @@ def test_where_others_keys_go_there_is_one() -> None:
     rows = re.findall(r"^\| [^|]+ \| ([^|]+) \|$", pages, re.MULTILINE)
     named = {key for row in rows for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:: [^`]*)?`", row)}
     assert len(named) > 50 and not named - known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_the_docs_show_of_a_config_is_one(page: Path) -> None:
+    base = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
+    base["rollout"]["engine"]["max_length"] = 16384  # for answers as long as the docs'
+    for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        if set(re.findall(r"^(\w+):", block, re.MULTILINE)) <= Config.model_fields.keys():
+            shown = yaml.safe_load(block)
+            prompts = base["prompts"] | shown.get("prompts", {})
+            asked = "function: environment" in block and "rollout" not in shown
+            agents = {"gateway": {"count": 1}} if asked else {}  # who may give it
+            parse(base | agents | shown | {"prompts": prompts})
 
 
 def test_nobody_is_told_to_install_what_no_index_has() -> None:
