@@ -29,6 +29,14 @@ def test_a_recipe_has_nothing_of_another_datas_columns(path: Path) -> None:
         assert data.path == base.path or data.prompt_key != base.prompt_key or data.truth_key != base.truth_key
 
 
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_a_real_config_tells_how_good_what_it_saves_is(path: Path) -> None:
+    config = load(path)
+    if config.model.type == "pretrained":
+        assert config.prompts.eval_every == config.trainer.checkpoint.every < config.trainer.counted_steps
+    assert config.trainer.checkpoint.keep_best or not config.prompts.best_by
+
+
 OPTIONS = "reward.functions=[{{function: 'mine:good', options: {}}}]"
 
 
