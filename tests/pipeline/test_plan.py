@@ -18,6 +18,7 @@ from penstock.pipeline.cli import app
 from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.resources.devices import devices_of
 from penstock.pipeline.resources.gpus import total_gpus
+from penstock.pipeline.resources.host import host_needs
 from penstock.pipeline.resources.memory import embedded_gib, mapped_gib, plan
 from penstock.pipeline.resources.model_files import read_config
 from penstock.pipeline.resources.model_shape import shape_of
@@ -45,6 +46,12 @@ def test_every_shipped_config_passes_the_dry_run(path: Path) -> None:
     assert ("# GPUs: " in result.output) == (
         path in GRPO or path.stem in ("gsm8k", "one-gpu", "one-gpu-7b", "geometry3k")
     )
+
+
+@pytest.mark.parametrize("path", GRPO, ids=lambda path: path.stem)
+def test_the_disk_that_a_config_says_is_what_the_plan_says(path: Path) -> None:
+    needs = host_needs(load(path))
+    assert needs and f"take {needs.checkpoints:,.0f} GiB of disk" in path.read_text()
 
 
 def test_parameters_are_those_of_the_real_models() -> None:
