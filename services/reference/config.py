@@ -8,10 +8,11 @@ from penstock.services.runtime.settings import Section
 
 
 class ReferenceConfig(Section):
-    """The reference processes; none are started where the KL coefficient is 0."""
+    """The reference processes; none are started where nothing reads the column `reference`: no KL penalty, no teacher
+    of that name, no function of yours."""
 
     count: int = Field(1, ge=1)
-    """How many reference processes; none where `trainer.algorithm.kl.coefficient` is 0."""
+    """How many reference processes, where there are any."""
     path: str | None = None
     """The frozen model: a folder or a hub name, e.g. ``Qwen/Qwen2.5-0.5B-Instruct``; null: the model that training
     starts from, without the adapter of `trainer.lora.start`: merge one that is to count (`penstock merge`)."""
