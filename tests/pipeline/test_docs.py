@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 from pathlib import Path
 
@@ -9,6 +11,8 @@ import pytest
 import yaml
 
 from penstock.pipeline.config import Config, parse
+from penstock.services.reward.config import REGISTRY
+from penstock.services.runtime.custom_scorer import BUILT_IN
 from tests.e2e.documented import documented
 from tests.pipeline.command_page import command_page
 
@@ -61,6 +65,39 @@ def test_what_the_docs_show_of_a_config_is_one(page: Path) -> None:
             asked = "function: environment" in block and "rollout" not in shown
             agents = {"gateway": {"count": 1}} if asked else {}  # who may give it
             parse(base | agents | shown | {"prompts": prompts})
+
+
+def test_options_of_what_scores_are_those_that_it_takes() -> None:
+    takes, told, of = {}, {}, ""
+    for name, path in {**REGISTRY, **BUILT_IN}.items():
+        module, _, called = path.removeprefix("penstock.").partition(":")
+        for option, default in _signature(ROOT / f"{module.replace('.', '/')}.py", called):
+            if option not in ("self", "response", "response_tokens", "prompt", "truth"):
+                takes[name, option] = default
+    for first, option, default in re.findall(
+        r"^\|(.*)\| `(\w+)` \| (.+) \| .+ \|$", (ROOT / "docs" / "scoring.md").read_text(), re.MULTILINE
+    ):
+        of = first.strip("` ") or of
+        told[of, option] = default.strip("`")
+    assert told.keys() == takes.keys()
+    assert all(default in (None, told[key]) for key, default in takes.items())
+
+
+def _signature(file: Path, called: str) -> list[tuple[str, str | None]]:
+    """Names and defaults, as YAML has them; None: one that is made elsewhere. Nothing is imported."""
+    (found,) = (node for node in ast.parse(file.read_text()).body if getattr(node, "name", "") == called)
+    if isinstance(found, ast.ClassDef):
+        (found,) = (node for node in found.body if getattr(node, "name", "") == "__init__")
+    assert isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef)
+    names = [argument.arg for argument in found.args.args]
+    given = [_shown(default) for default in found.args.defaults]
+    return list(zip(names, ["*required*"] * (len(names) - len(given)) + given, strict=True))
+
+
+def _shown(default: ast.expr) -> str | None:
+    if not isinstance(default, ast.Constant):
+        return None
+    return default.value if isinstance(default.value, str) else json.dumps(default.value)
 
 
 def test_nobody_is_told_to_install_what_no_index_has() -> None:
