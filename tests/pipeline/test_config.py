@@ -37,6 +37,25 @@ def test_a_real_config_tells_how_good_what_it_saves_is(path: Path) -> None:
     assert config.trainer.checkpoint.keep_best or not config.prompts.best_by
 
 
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_what_a_real_config_needs_is_said_in_it(path: Path) -> None:
+    config = load(path)
+    if config.model.type != "pretrained":
+        return
+    (extras,) = re.findall(r"^# Needs: pip install -e '\.\[(.+)\]'", path.read_text(), re.MULTILINE)
+    functions = {function.function for function in config.reward.functions}
+    needed = {
+        "vllm": config.rollout.engine.type == "vllm",
+        "math": "math_verify" in functions,
+        "http": "judge" in functions or path.stem == "search",
+        "lora": bool(config.trainer.lora) and not config.trainer.lora.quantize,
+        "qlora": bool(config.trainer.lora and config.trainer.lora.quantize),
+    }
+    assert set(extras.split(",")) == {"train", "data", "redis-server"} | {
+        name for name, is_so in needed.items() if is_so
+    }
+
+
 OPTIONS = "reward.functions=[{{function: 'mine:good', options: {}}}]"
 
 
