@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from penstock.protocols.columns import FIELDS, GIVEN, METRICS, REFERENCE, REWARD, ColumnTable, top_of
 from penstock.services.broker.rules.evaluation import pass_at
 from penstock.services.runtime import registry
+from penstock.services.runtime.nearest import nearest
 
 TAUGHT_BY = "trainer.algorithm.distill.teachers"
 """The key that names whose whole distribution is learned."""
@@ -83,9 +83,7 @@ def check_columns(config: Any) -> None:
                 )
     for name, key in columns_read(config).items():
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
-            raise ValueError(f"{key}: no scorer writes a column {name!r}; {hint}")
+            raise ValueError(f"{key}: no scorer writes a column {name!r}; {nearest(name, names)}")
         if top_of(name) is not None:
             raise ValueError(f"{key}: {name} is read by trainer.algorithm.distill alone, which names {top_of(name)}")
     for name in config.reward.columns:

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from penstock.pipeline.config.schema import Config
 from penstock.services.broker.config import ONE_SET
+from penstock.services.runtime.nearest import closest, hint, nearest
 
 ALIKE = 0.75
 """Above it a name is taken for a slip of the pen, below it rather for another key's."""
@@ -29,16 +30,14 @@ def explain(data: Any, problem: Any) -> str:
     if problem["type"] == "missing":
         return f"{'.'.join(map(str, path))}: missing; give it a value"
     if problem["type"] == "literal_error":
-        near = difflib.get_close_matches(str(problem["input"]), problem["ctx"]["expected"].split("'"), 1)
-        message += f", got {problem['input']!r}" + _nearest(problem["input"], near)
+        message += f", got {problem['input']!r}" + _hint(str(problem["input"]), problem["ctx"]["expected"].split("'"))
     elif problem["type"] == "union_tag_not_found":
         near = [f"type: {tag(model)}" for model in _sections(data, path)]
         message = f"say which kind it is, with one of {', '.join(near)}"
     elif problem["type"] == "union_tag_invalid":
         known = problem["ctx"]["expected_tags"]
-        near = difflib.get_close_matches(problem["ctx"]["tag"], known.split("'"), 1)
         message = f"type is {problem['ctx']['tag']!r}, but must be one of {known}"
-        message += _nearest(problem["ctx"]["tag"], near)
+        message += _hint(problem["ctx"]["tag"], known.split("'"))
     elif problem["type"] == "string_pattern_mismatch" and "A-Za-z0-9" in problem["ctx"]["pattern"]:
         message = f"{problem['input']!r} is no name: give letters, digits, ., _ and - alone, a letter or digit first"
     elif problem["type"] in ("model_type", "model_attributes_type"):
@@ -74,12 +73,12 @@ def _meant(data: Any, path: list[Any]) -> str:
     if kinds:
         return f"it belongs to {' or '.join(kinds)}"
     known = sorted({name for model in _sections(data, path[:-1]) for name in model.model_fields})
-    near = difflib.get_close_matches(last, known, 1)
-    if near and (near[0].startswith(last) or difflib.SequenceMatcher(None, last, near[0]).ratio() > ALIKE):
-        return f"did you mean {near[0]!r}?"
+    near = closest(last, known)
+    if near and (near.startswith(last) or difflib.SequenceMatcher(None, last, near).ratio() > ALIKE):
+        return nearest(last, known)
     if elsewhere := same_name(dotted)[:MOST_MEANT]:
         return f"did you mean {' or '.join(elsewhere)}?"
-    return f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+    return nearest(last, known, f"known keys: {', '.join(known)}")
 
 
 def _path(data: Any, loc: tuple[Any, ...]) -> list[Any]:
@@ -103,10 +102,8 @@ def _path(data: Any, loc: tuple[Any, ...]) -> list[Any]:
     return path
 
 
-def _nearest(said: Any, near: list[str]) -> str:
-    if str(said).lower() in PREFERENCES:
-        return "; training from preferences is not offered"
-    return f"; did you mean {near[0]!r}?" if near else ""
+def _hint(said: str, known: list[str]) -> str:
+    return "; training from preferences is not offered" if said.lower() in PREFERENCES else hint(said, known)
 
 
 def _sections(data: Any, path: list[Any]) -> list[type[BaseModel]]:

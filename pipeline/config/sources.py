@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.protocols.columns import ColumnTable
 from penstock.services.data.config import DataConfig, MixData, says_sources
 from penstock.services.reward.config import ENVIRONMENT
+from penstock.services.runtime.nearest import nearest
 from penstock.services.trainer.advantage_config import DistillationAdvantage, GdpoAdvantage, NoAdvantage
 
 OTHER = "\0"
@@ -73,9 +73,7 @@ def unknown_names(config: Any, places: Mapping[str, Iterable[str]]) -> Iterator[
     for key, names in asked:
         for name in names:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"there are {there}"
-                yield f"{key}: no prompt is of a source {name!r}; {hint}"
+                yield f"{key}: no prompt is of a source {name!r}; {nearest(name, known, f'there are {there}')}"
 
 
 def _check_judged(table: ColumnTable, key: str, source: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated, Any, Literal
 
 import regex
@@ -12,6 +11,7 @@ from penstock.protocols.columns import REWARD
 from penstock.protocols.connection import is_address
 from penstock.protocols.experience import Sampling
 from penstock.services.data.config import DataConfig, shows_pictures
+from penstock.services.runtime.nearest import hint
 from penstock.services.runtime.settings import Section, check_bind
 
 ONE_SET, ONE_GIVEN_SET = "held_out", "given"
@@ -23,10 +23,9 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
 def _a_tracker(value: str) -> str:
     if value in TRACKERS or all(value.partition(":")):
         return value
-    near = difflib.get_close_matches(value, TRACKERS, 1)
     raise ValueError(
         f"{value!r} is none of {', '.join(TRACKERS)}, and not of the form module:Class, e.g. my_trackers:Board"
-        + (f"; did you mean {near[0]!r}?" if near else "")
+        + hint(value, TRACKERS)
     )
 
 

@@ -16,8 +16,9 @@ from pydantic.errors import PydanticUserError
 from penstock.protocols.experience import Prompt
 from penstock.services.environments.mcp_server import McpServer, check_sdk, in_background
 from penstock.services.environments.tool_class import Method, check_class, methods_of, prompted, waits
-from penstock.services.environments.tools_config import READY, ToolsConfig, nearest, read_options
+from penstock.services.environments.tools_config import READY, ToolsConfig, read_options
 from penstock.services.runtime import allowance
+from penstock.services.runtime.nearest import nearest
 from penstock.services.runtime.plugins import load_plugin
 from penstock.services.user_processes.sandbox.run import SandboxError
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from penstock.services.environments.tool_calls import Form
+from penstock.services.runtime.nearest import nearest
 from penstock.services.runtime.settings import Section
 from penstock.services.runtime.user_folders import find_file
 
@@ -231,12 +231,6 @@ def with_variables(text: str, told: Callable[[str, str], object]) -> str:
         return os.environ[found[1]]
 
     return _VARIABLE.sub(value, text)
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """What ``name`` may have meant, or all that there is."""
-    near = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known) or 'none'}"
 
 
 def read_options(options: dict[str, Any]) -> ToolsConfig:

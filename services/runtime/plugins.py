@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import sys
 import sysconfig
@@ -15,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.nearest import hint
 from penstock.services.runtime.plain import plain
 from penstock.services.runtime.user_folders import folders
 
@@ -47,10 +47,10 @@ def load_plugin(name: str, key: str) -> Any:
                     f"{key}: {name!r} names a file; say its module: {Path(path).stem}:{attribute}"
                 ) from error
             looked = ", ".join(map(str, folders()))
-            hint = f"looked in {looked}, and among the installed packages{_near(path)}"
+            why = f"looked in {looked}, and among the installed packages{_near(path)}"
         else:
-            hint = f"imported by it{blame(error)}; is that installed?"
-        raise PluginError(f"{key}: cannot load {name!r} as module:name: {error}; {hint}") from error
+            why = f"imported by it{blame(error)}; is that installed?"
+        raise PluginError(f"{key}: cannot load {name!r} as module:name: {error}; {why}") from error
     except (Exception, SystemExit) as error:  # importing a user's module may raise anything, or end the process
         raise PluginError(f"{key}: cannot load {name!r} as module:name: {describe(error)}") from error
     try:
@@ -115,12 +115,9 @@ def _refuse_hidden(path: str, name: str, key: str) -> None:
 def _near(path: str) -> str:
     """A hint at a file of a like name."""
     names = {file.stem for folder in folders() for file in folder.glob("*.py")}
-    near = difflib.get_close_matches(path.rpartition(".")[2], names, 1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return hint(path.rpartition(".")[2], names)
 
 
 def _lacks(module: ModuleType, attribute: str) -> str:
     names = [name for name in vars(module) if not name.startswith("_")]
-    near = difflib.get_close_matches(attribute, names, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{module.__file__ or module.__name__} has no {attribute!r}{hint}"
+    return f"{module.__file__ or module.__name__} has no {attribute!r}{hint(attribute, names)}"

@@ -124,7 +124,7 @@ def test_wrong_options_are_errors_that_name_the_key(tmp_path_factory: pytest.Tem
     folder = tmp_path_factory.mktemp("model")
     models = make_models(folder)
     for options, message in (
-        ({"tensor_paralel_size": 2}, "tensor_paralel_size: .* did you mean tensor_parallel_size"),
+        ({"tensor_paralel_size": 2}, "tensor_paralel_size: .* did you mean 'tensor_parallel_size'"),
         ({"enable_chunked_prefill": True}, "only with seeded: false"),
         ({"quantization": "no-such-method"}, "rollout.engine.vllm: "),
     ):

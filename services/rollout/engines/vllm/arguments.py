@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from typing import Any
 
@@ -14,6 +13,7 @@ from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import vllm_lacks_gpu
 from penstock.services.runtime.hub_names import named
 from penstock.services.runtime.install import install
+from penstock.services.runtime.nearest import hint
 
 EXTENSION = "penstock.services.rollout.engines.vllm.worker.Extension"
 KV_SHARE = 0.2
@@ -93,9 +93,7 @@ def engine_arguments(
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     for name in config.vllm:
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise SetupError(f"rollout.engine.vllm.{name}: vLLM has no such engine argument{hint}")
+            raise SetupError(f"rollout.engine.vllm.{name}: vLLM has no such engine argument{hint(name, known)}")
     arguments: dict[str, Any] = {
         "config_format": "hf",  # where Mistral's own lies beside it, that is of another architecture
         "model": name,
