@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from penstock.pipeline.config import Config
+from penstock.pipeline.report.findings import far_apart
 
 Rows = Sequence[dict[str, Any]]
 
@@ -28,7 +29,8 @@ BEGINS_S = 600.0
 GROWN = 10.0
 """Times the median before that a gradient norm is worth a word."""
 READ = (
-    "step", "time", "train_step_s", "wait_s", "skipped", "mismatch_kl_k3", "mismatch_bound", "reward", "grad_norm",
+    "step", "time", "train_step_s", "wait_s", "skipped", "mismatch_kl_k3", "mismatch_fresh_kl_k3", "mismatch_bound",
+    "reward", "grad_norm",
 )  # fmt: skip
 """What is read of a step's row."""
 
@@ -99,12 +101,7 @@ def _learning(steps: Rows) -> Iterator[str]:
     last, before = steps[-LAST:], steps[:-LAST]
     if skipped := [row["step"] for row in last if row.get("skipped", 0) >= 1]:
         yield f"{len(skipped)} of the last {len(last)} steps changed no weight, since loss or gradient were not finite"
-    apart = [row for row in last if row.get("mismatch_kl_k3", 0.0) > row.get("mismatch_bound", float("inf"))]
-    if len(apart) > LAST / 2:
-        yield (
-            f"engines and trainer disagreed in {len(apart)} of the last {len(last)} steps (mismatch_kl_k3 above "
-            "trainer.mismatch_warning)"
-        )
+    yield from far_apart(last, LAST / 2, f"the last {len(last)} steps")
     if not before:
         return
     windows = [_rewards(steps[i : i + LAST]) for i in range(0, len(steps) - LAST + 1, LAST)]

@@ -106,14 +106,25 @@ def _answers(state: dict[str, Any], steps: Rows) -> Iterator[str]:
         if steps[-1].get("turns"):  # a trajectory of several may also end before its task does
             at += ", or, of an environment, at rollout.environment.max_turns"
         yield f"{share:.0f} % of the last steps' answers were cut off at {at}"
-    bounds = [row for row in steps if row.get("mismatch_kl_k3", 0.0) > row.get("mismatch_bound", float("inf"))]
-    if len(bounds) > OFTEN * max(1, len(steps)):
-        by_rounding = sum(row.get("mismatch_fresh_kl_k3", 0.0) > row["mismatch_bound"] for row in bounds)
-        which = f"in {len(bounds)} of {len(steps)} steps (mismatch_kl_k3 above trainer.mismatch_warning)"
-        if by_rounding > len(bounds) / 2:
-            yield f"engines and trainer disagreed {which}, at lag 0 too; penstock doctor engine FILE looks closer"
-        else:
-            yield (
-                f"the policy had moved far from the versions that wrote the tokens {which}: a lower gate.max_lag or "
-                "trainer.optimizer.lr keeps it nearer"
-            )
+    yield from far_apart(steps, OFTEN * max(1, len(steps)), f"{len(steps)} steps")
+
+
+def far_apart(steps: Rows, more_than: float, among: str) -> Iterator[str]:
+    """One sentence where in ``more_than`` so many of ``steps`` the trainer was too far from what engines had reported:
+    whether they disagree, or the policy had moved on. ``among``: which steps, in words. It reads of a row
+    ``mismatch_kl_k3``, ``mismatch_fresh_kl_k3`` and ``mismatch_bound``."""
+    far = [row for row in steps if row.get("mismatch_kl_k3", 0.0) > row.get("mismatch_bound", float("inf"))]
+    if len(far) <= more_than:
+        return
+    by_rounding = [row["mismatch_fresh_kl_k3"] > row["mismatch_bound"] for row in far if "mismatch_fresh_kl_k3" in row]
+    which = f"in {len(far)} of {among} (mismatch_kl_k3 above trainer.mismatch_warning)"
+    nearer, closer = "a lower gate.max_lag or trainer.optimizer.lr", "penstock doctor engine FILE looks closer"
+    if not by_rounding:
+        yield (
+            f"the trainer was far from what engines had reported {which}, and no token there was of its own version, "
+            f"which would tell lag from rounding: {nearer} helps against lag; {closer} at the engine"
+        )
+    elif sum(by_rounding) > len(by_rounding) / 2:
+        yield f"engines and trainer disagreed {which}, at lag 0 too; {closer}"
+    else:
+        yield f"the policy had moved far from the versions that wrote the tokens {which}: {nearer} keeps it nearer"

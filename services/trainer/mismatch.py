@@ -7,6 +7,7 @@ Liu et al. 2025, "When Speed Kills Stability"; the k3 estimator is Schulman 2020
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,17 @@ SUMS = (
     "tokens", "absolute", "kl", "kl_k3", "chi2_token", "weight", "weight2", "fresh_tokens", "fresh", "fresh_kl_k3",
     "rows", "chi2_sequence", "train_ppl", "rollout_ppl", "train_log_ppl", "rollout_log_ppl", "log_ppl_abs_diff",
 )  # fmt: skip
+
+
+def far_apart(metrics: Mapping[str, float], bound: float) -> str | None:
+    """What is to be said of a step whose ``mismatch_kl_k3`` is above ``bound``, as far as fresh tokens tell why; None
+    of others."""
+    if metrics.get("mismatch_kl_k3", 0.0) <= bound:
+        return None
+    fresh = metrics.get("mismatch_fresh_kl_k3")
+    if fresh is None:
+        return "the trainer is far from what engines reported: by lag, or since they disagree; no token was fresh"
+    return "engines and trainer disagree" if fresh > bound else "the policy is far from the versions that wrote tokens"
 
 
 @dataclass

@@ -36,6 +36,7 @@ from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer.algorithm_config import CustomFunction
 from penstock.services.trainer.canary import CanaryBound
 from penstock.services.trainer.held_out import HeldOut, HeldOutSettings, pack_rows
+from penstock.services.trainer.mismatch import far_apart
 from penstock.services.trainer.rank_setup import TrainerSettings, make_exporter, make_rank, train
 from penstock.services.trainer.worker_rank import WorkerRank
 from penstock.services.weights.sender.publication import Publication
@@ -230,9 +231,9 @@ class Trainer:
 
     def _warn_of_mismatch(self, step: int, metrics: dict[str, float]) -> None:
         bound = self._settings.trainer.mismatch_warning
-        if metrics.get("mismatch_kl_k3", 0.0) > bound:
+        if said := far_apart(metrics, bound):
             shown = {name: round(value, 4) for name, value in metrics.items() if name.startswith("mismatch")}
-            log.warning("engines and trainer disagree (trainer.mismatch_warning)", step=step, bound=bound, **shown)
+            log.warning(f"{said} (trainer.mismatch_warning)", step=step, bound=bound, **shown)
 
     def _commit(
         self, batch: Batch, snapshot: Snapshot, published: CommitVersion | None, metrics: dict[str, float]

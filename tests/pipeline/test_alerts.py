@@ -28,6 +28,7 @@ def step(number: int, **values: Any) -> dict[str, Any]:
 
 
 QUIET = [step(number) for number in range(30)]
+FAR = {"mismatch_kl_k3": 0.2, "mismatch_bound": 0.1}
 NOW = 130.0
 
 
@@ -41,7 +42,8 @@ NOW = 130.0
         ("rollout-0 has died within", QUIET, [beat(120.0), beat(129.0, pid=8)]),
         ("no step was completed for 121 s (usually 1.0 s); groups: 8 leased", QUIET[:10], seconds(100, 229)),
         ("2 of the last 10 steps changed no weight", [*QUIET, step(30, skipped=1), step(31, skipped=1)], []),
-        ("disagreed in 10 of the last 10", [step(n, mismatch_kl_k3=0.2, mismatch_bound=0.1) for n in range(30)], []),
+        ("disagreed in 10 of the last 10 steps", [step(n, **FAR, mismatch_fresh_kl_k3=0.2) for n in range(30)], []),
+        ("moved far from the versions", [step(n, **FAR, mismatch_fresh_kl_k3=0.01) for n in range(30)], []),
         (
             "0.2 in the last 10 steps, 0.9 at its best",
             [step(n, reward=[0.1, 0.9, 0.2][n // 10]) for n in range(30)],

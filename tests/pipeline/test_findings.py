@@ -69,7 +69,7 @@ DROP = {"group": 3, "kind": "prompt", "reason": "row 7: the prompt is empty"}
             [],
             "the policy had moved far from the versions",
         ),
-        (state(), steps(mismatch_kl_k3=0.2), [], "a lower gate.max_lag"),
+        (state(), steps(mismatch_kl_k3=0.2), [], "no token there was of its own version"),
     ],
 )
 def test_each_is_a_sentence(

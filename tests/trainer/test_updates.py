@@ -16,6 +16,7 @@ from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.model_learner import mean_metrics, mini_batches
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.mismatch import far_apart
 from tests.trainer.rank_program import a_model
 from tests.trainer.steps import a_step
 
@@ -106,6 +107,14 @@ def test_engine_and_trainer_are_compared_before_the_first_update(ratio: str) -> 
     compared = [name for name in once if name.startswith(("mismatch", "lag/")) and not name.endswith("clipped")]
     assert len(compared) > 10
     assert {name: often[name] for name in compared} == pytest.approx({name: once[name] for name in compared}, rel=1e-5)
+
+
+def test_what_is_far_apart_is_blamed_on_the_engine_only_where_fresh_tokens_are_too() -> None:
+    far = {"mismatch_kl_k3": 0.2}
+    assert far_apart({"mismatch_kl_k3": 0.05}, 0.05) is far_apart({}, 0.05) is None
+    assert far_apart(far | {"mismatch_fresh_kl_k3": 0.1}, 0.05) == "engines and trainer disagree"
+    assert "far from the versions" in str(far_apart(far | {"mismatch_fresh_kl_k3": 0.001}, 0.05))
+    assert "no token was fresh" in str(far_apart(far, 0.05))
 
 
 def test_more_mini_batches_than_groups_are_refused() -> None:
