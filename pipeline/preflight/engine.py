@@ -8,6 +8,8 @@ from penstock.pipeline.config import Config
 from penstock.pipeline.preflight.report import Report
 from penstock.services.broker.config import EvalSampling
 from penstock.services.rollout.config import HTTP_ENGINES, PluginEngineConfig, SamplingConfig, VllmEngineConfig
+from penstock.services.rollout.http_options import OF
+from penstock.services.runtime.errors import SetupError
 
 
 def look(config: Config, report: Report) -> None:
@@ -27,6 +29,10 @@ def look(config: Config, report: Report) -> None:
             if engine.vllm.get(name) == "ray"
         ]
     if isinstance(engine, PluginEngineConfig) and served:
+        try:
+            OF[engine.name].read(engine.options)
+        except SetupError as error:
+            report.problems += str(error).splitlines()
         report.problems += _of_server(config, engine)
 
 

@@ -27,6 +27,20 @@ def looked_at(options: str, *more: str, name: str = "openai") -> Report:
         (ONE, "rollout.sampling.temperature=0.7", "rollout.sampling.temperature=0.7: the server reports"),
         (f"{ONE}, processed: true", "rollout.sampling.top_p=0.9", "rollout.sampling: a server that reports"),
         (ONE, "rollout.sampling={candidates: true, top_k: 5}", "does not say which tokens its sampler kept"),
+        ("ulr: 'http://a', " + ONE, "trainer.steps=9", "options.ulr: unknown key; did you mean 'url'?"),
+        (
+            f"{ONE}, load: [{{path: /a, bdy: {{}}}}]",
+            "trainer.steps=9",
+            "options.load.0.bdy: unknown key; did you mean 'body'?",
+        ),
+        (f"{ONE}, deadline_s: soon", "trainer.steps=9", "options.deadline_s: Input should be a valid number"),
+        (
+            f"{ONE}, max_sequences: 0",
+            "trainer.steps=9",
+            "options.max_sequences: Input should be greater than or equal to 1, g",
+        ),
+        ("url: 8000", "trainer.steps=9", "options.url: 8000 is no address; give one, e.g. http://127.0.0.1:8000"),
+        ("processed: true", "trainer.steps=9", "rollout.engine.options.url: missing"),
     ],
 )
 def test_what_a_server_cannot_do_is_a_problem(options: str, more: str, said: str) -> None:

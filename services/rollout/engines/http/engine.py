@@ -17,7 +17,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import psutil
@@ -30,7 +30,6 @@ from penstock.services.modeling.files_beside import read_beside, write_beside
 from penstock.services.modeling.lengths import positions_of
 from penstock.services.modeling.load import folder_of, has_own_code, load_config
 from penstock.services.modeling.weight_files import save_in_parts
-from penstock.services.rollout.config import HTTP_LENGTH, HTTP_SEQUENCES
 from penstock.services.rollout.engines.asynchronous import AsyncEngine
 from penstock.services.rollout.engines.base import (
     Completion,
@@ -40,9 +39,9 @@ from penstock.services.rollout.engines.base import (
     refuse_partial,
 )
 from penstock.services.rollout.engines.http.claim import claim
+from penstock.services.rollout.http_options import HttpOptions
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install
-from penstock.services.runtime.settings import Section
 from penstock.services.weights.receiver.loader import MappedVersion
 
 log = structlog.get_logger()
@@ -67,30 +66,6 @@ class _Busy(ValueError):
 
 class _Away(_Busy):
     """Something in front of it says that it is not there."""
-
-
-class HttpOptions(Section):
-    """``rollout.engine.options`` of engines over HTTP."""
-
-    url: str | list[str]
-    """The server's address, e.g. http://127.0.0.1:8000; of several rollouts each has a server of its own:
-    ``[http://127.0.0.1:8000, http://127.0.0.1:8001]``."""
-    folder: str
-    """Versions are written here, for the server to read: shared memory on this host, or a file system of both."""
-    max_sequences: int = HTTP_SEQUENCES
-    """Continuations in flight at once."""
-    max_length: int = HTTP_LENGTH
-    """Longest prompt and response together, in tokens."""
-    deadline_s: float = 60.0
-    """For loading and scoring a version, and for a connection."""
-    start_s: float = 600.0
-    """A server that does not answer, or says that it is not ready, is waited for so long."""
-    drain_s: float = 600.0
-    """For one answer, and for everything in flight to end before a version is loaded."""
-    head_dtype: Literal["float32"] | None = None
-    """What it computes logits in, by its command line; None: in the model's dtype. The same as `model.head_dtype`."""
-    key_env: str = ""
-    """Environment variable with the server's API key, if it wants one."""
 
 
 @dataclass(frozen=True)

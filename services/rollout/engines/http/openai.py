@@ -5,49 +5,16 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from pydantic import Field
-
 from penstock.services.rollout.engines.base import Request, RequestError
-from penstock.services.rollout.engines.http.engine import Answer, HttpEngine, HttpOptions, Version, ended_by_stop
-from penstock.services.runtime.errors import SetupError
-from penstock.services.runtime.settings import Section
-
-
-class Call(Section):
-    """One request of the sequence that loads a version. ``{folder}`` and ``{version}`` in it are filled in."""
-
-    path: str
-    body: dict[str, Any] = {}
-
-
-class OpenAIOptions(HttpOptions):
-    """How to reach the server, and how it loads weights, which the OpenAI protocol says nothing of."""
-
-    model: str = ""
-    """Its name for the model; empty: the first that it lists."""
-    processed: bool = False
-    """It reports log-probabilities after temperature and truncation (vLLM: --logprobs-mode processed_logprobs)."""
-    load: list[Call] = Field(
-        [
-            Call(path="/pause?mode=wait"),
-            Call(path="/collective_rpc", body={"method": "reload_weights", "kwargs": {"weights_path": "{folder}"}}),
-            Call(path="/reset_prefix_cache"),
-            Call(path="/resume"),
-        ],
-        min_length=1,
-    )
-    """The default is for vLLM's server, started with VLLM_SERVER_DEV_MODE=1. The last one is sent whatever becomes
-    of the others."""
+from penstock.services.rollout.engines.http.engine import Answer, HttpEngine, Version, ended_by_stop
+from penstock.services.rollout.http_options import OpenAIOptions
 
 
 class OpenAIEngine(HttpEngine):
     """``rollout.engine: {type: plugin, name: openai, options: {url: ..., folder: ...}}``."""
 
     def __init__(self, options: dict[str, Any], model_path: str, dtype: str, stop_ids: set[int]) -> None:
-        try:
-            self._own = OpenAIOptions.model_validate(options)
-        except ValueError as error:
-            raise SetupError(f"rollout.engine.options: {error}") from error
+        self._own = OpenAIOptions.read(options)
         self._model = self._own.model
         super().__init__(self._own, model_path, dtype, stop_ids)
 

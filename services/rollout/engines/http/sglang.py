@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.services.rollout.engines.base import Request
-from penstock.services.rollout.engines.http.engine import Answer, HttpEngine, HttpOptions, Version, ended_by_stop
-from penstock.services.runtime.errors import SetupError
+from penstock.services.rollout.engines.http.engine import Answer, HttpEngine, Version, ended_by_stop
+from penstock.services.rollout.http_options import HttpOptions
 
 
 class SGLangEngine(HttpEngine):
@@ -17,11 +17,7 @@ class SGLangEngine(HttpEngine):
     """
 
     def __init__(self, options: dict[str, Any], model_path: str, dtype: str, stop_ids: set[int]) -> None:
-        try:
-            checked = HttpOptions.model_validate(options)
-        except ValueError as error:
-            raise SetupError(f"rollout.engine.options: {error}") from error
-        super().__init__(checked, model_path, dtype, stop_ids)
+        super().__init__(HttpOptions.read(options), model_path, dtype, stop_ids)
 
     async def hello(self) -> None:
         """See `HttpEngine.hello`."""
