@@ -77,7 +77,7 @@ class CriticLearner(ModelLearner):
             return 0.0, {}
         returns = of_step[chosen, : mask.shape[1]]
         old = step.padded(step.token_values[VALUES], chosen) * mask
-        total, clipped_tokens = 0.0, 0.0
+        sums: torch.Tensor | None = None  # loss and clipped tokens, on the device: a number would be waited for
         plan = self.plan([step.trajectories[i] for i in chosen], step.groups[chosen])
 
         def passes() -> Iterator[tuple[Rows, torch.Tensor]]:
@@ -95,9 +95,9 @@ class CriticLearner(ModelLearner):
             loss = counts_once * (losses * rows.mask).sum() / tokens
             sum_gradients(self.model, not self.sums_once, turn == len(plan))
             loss.backward()
-            total += float(loss.detach())
-            clipped_tokens += counts_once * float((clipped & rows.mask).sum())
-        total, clipped_tokens = self.world.sum([total, clipped_tokens])
+            mine = torch.stack([loss.detach().double(), counts_once * (clipped & rows.mask).sum().double()])
+            sums = mine if sums is None else sums + mine
+        total, clipped_tokens = self.world.sum([0.0, 0.0] if sums is None else sums.tolist())
         sampled = mask.bool()
         spread = returns[sampled].var(correction=0)
         unexplained = (returns - old)[sampled].var(correction=0)

@@ -23,6 +23,7 @@ from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.values import value_head
 from tests.trainer.rank_program import a_model
 from tests.trainer.steps import Tokenizer, a_step
+from tests.trainer.test_waits import Asked
 
 CPU = torch.device("cpu")
 
@@ -72,6 +73,17 @@ def test_it_learns_what_each_answer_is_worth(policy: Path) -> None:
         assert not values[trajectory.loss_mask == 0].any()
         ends.append(abs(values[trajectory.loss_mask == 1][-1] - reward))
     assert np.median(ends) < 0.1  # of a single token, nothing can be known but the mean over its group
+
+
+def test_waits_are_a_steps_and_not_a_micro_batchs(policy: Path) -> None:
+    step, counts, passes = a_step(0).with_tokens(VALUES, [t.logprobs for t in a_step(0).trajectories]), [], []
+    for tokens in (60, 1000):
+        learner = critic_of(policy, tokens)
+        with Asked() as asked:
+            learner.train(step)
+        counts.append(asked.count)
+        passes.append(len(learner.plan(step.trajectories, step.groups)))
+    assert passes[0] > passes[1] and counts[0] == counts[1]
 
 
 def test_a_multiplier_waits_while_the_policy_stands_still(policy: Path) -> None:
