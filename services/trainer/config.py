@@ -80,8 +80,8 @@ class TrainerConfig(LearnerConfig):
     """Training steps; each yields a version. 0: the model is evaluated, and nothing is trained. null: as many as
     `prompts.epochs` makes of `prompts.train`, counted when the run begins; the run's own config.yaml has the number."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """What is learned from the rewards: an advantage, a loss and a correction that compose. Defaults: GRPO. See
-    docs/algorithms.md."""
+    """What is learned from the rewards: an advantage, a loss and a correction that compose. Defaults: GRPO, with
+    DAPO's mean over all tokens (`preset: grpo` has the paper's). See docs/algorithms.md."""
     max_consecutive_skipped: int = Field(5, ge=1)
     """So many steps in a row whose loss or gradient is not finite (such a step changes no weight) end the run with an
     error."""
