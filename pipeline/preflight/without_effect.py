@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from penstock.pipeline.config import Config
 from penstock.services.trainer.algorithm_config import RejectRule
@@ -56,6 +57,14 @@ def _wrong_side(rule: RejectRule) -> str:
     )
 
 
+def _own_clip(loss: Any) -> Iterator[str]:
+    """What is said of the clip that is not there anyway."""
+    for name in ("clip_low", "clip_high"):
+        field = type(loss).model_fields.get(name)
+        if field and getattr(loss, name) != field.default:
+            yield f"{name}={getattr(loss, name):g}"
+
+
 def idle_notes(config: Config) -> Iterator[str]:
     """What one should know of."""
     trainer, algorithm = config.trainer, config.trainer.algorithm
@@ -66,6 +75,12 @@ def idle_notes(config: Config) -> Iterator[str]:
             "trainer.algorithm.ratio=proximal: with one update a step the ratio is 1, so that the loss never clips and "
             f"nothing makes up for experience that is up to gate.max_lag={config.gate.max_lag} versions old; set "
             "trainer.algorithm.correction, e.g. {type: truncated}, or ratio=behaviour"
+        )
+    idle = updates == 1 and algorithm.ratio == "proximal" and algorithm.correction.type != "none"
+    if clip := ", ".join(_own_clip(loss)) if idle else "":
+        yield (
+            f"trainer.algorithm.loss: {clip} is never reached: with ratio=proximal and one update a step the ratio is "
+            "1; leave it out, or set trainer.mini_batches=2 or more"
         )
     rounds = algorithm.ratio == "behaviour" and config.model.dtype != "float32"
     if rounds and isinstance(loss, GspoLoss) and max(loss.clip_low, loss.clip_high) < NARROW:

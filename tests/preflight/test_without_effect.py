@@ -11,6 +11,7 @@ from penstock.pipeline.preflight import algorithm
 from penstock.pipeline.preflight.report import Report
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+CORRECTED = ("trainer.algorithm.ratio=proximal", "trainer.algorithm.correction={type: truncated}")
 GSPO, BFLOAT16 = "trainer.algorithm={preset: gspo}", "model.dtype=bfloat16"
 
 
@@ -49,7 +50,9 @@ def test_what_undoes_another_choice_is_refused(algorithm: str, said: str) -> Non
     [
         (["trainer.algorithm.ratio=proximal"], "nothing makes up for experience"),
         (["trainer.algorithm.ratio=proximal", "trainer.mini_batches=2"], ""),
-        (["trainer.algorithm.ratio=proximal", "trainer.algorithm.correction={type: truncated}"], ""),
+        ([*CORRECTED], "loss: clip_high=0.28 is never reached"),
+        ([*CORRECTED, "trainer.algorithm.loss.clip_high=0.2"], ""),
+        ([*CORRECTED, "trainer.mini_batches=2"], ""),
         ([GSPO, BFLOAT16], "the engine's rounding in bfloat16 alone"),
         ([GSPO], ""),
         (["trainer.algorithm.kl={coefficient: 0.1, place: reward, gradient: k2}"], "a penalty in the reward has no"),
