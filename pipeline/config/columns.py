@@ -55,7 +55,8 @@ def check_columns(config: Any) -> None:
         if told is not None and told != config.rollout.sampling.temperature:
             raise ValueError(
                 f"scorers.{kind}.options.temperature={told:g} is not rollout.sampling.temperature="
-                f"{config.rollout.sampling.temperature:g}: teacher and policy would be compared at two temperatures"
+                f"{config.rollout.sampling.temperature:g}: teacher and policy would be compared at two temperatures; "
+                "leave it out"
             )
     table: ColumnTable = config.columns
     names = [column.name for column in table.columns] + [total.name for total in table.sums]
@@ -159,8 +160,9 @@ def _check_evaluated(prompts: Any, table: ColumnTable) -> None:
 
 
 def _teachers_temperature(scorer: Any) -> float | None:
-    """At which a built-in teacher scores; None of any other scorer."""
-    return float(scorer.options.get("temperature", 1.0)) if scorer.scorer == "teacher" else None
+    """At which a built-in teacher is told to score; None where it is not, and of any other scorer."""
+    told = scorer.options.get("temperature") if scorer.scorer == "teacher" else None
+    return None if told is None else float(told)
 
 
 def _check_shapes(algorithm: Any, by_token: set[str], by_token_alone: set[str]) -> None:

@@ -23,8 +23,6 @@ PICTURED = 8
 WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 READ = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Whichever comes first is read; indices of others may lie beside it."""
-COLUMNS = {"reward_model": "preference", "teacher": "teacher"}
-"""The column that each of the scorers that come with Penstock writes, unless it is told another."""
 
 
 def look(config: Config, report: Report) -> None:
@@ -57,16 +55,15 @@ def look(config: Config, report: Report) -> None:
             if key.startswith("scorers."):
                 _check_top_k(path, config.scorers[key.split(".")[1]].top_k, key.removesuffix("path") + "top_k")
     for kind, scorer in config.scorers.items():
-        if scorer.scorer not in COLUMNS:
+        if not scorer.built_in:
             continue
         with report.collect():
             if scorer.scorer == "reward_model" and "path" in scorer.options:
                 _find(str(scorer.options["path"]), f"scorers.{kind}.options.path")
-            written = scorer.options.get("column", COLUMNS[scorer.scorer])
-            if written not in scorer.columns:
+            if scorer.writes not in scorer.columns:
                 raise SetupError(
-                    f"scorers.{kind}: it writes the column {written!r} (options.column), and its columns are "
-                    f"{', '.join(scorer.columns)}; give both the same name"
+                    f"scorers.{kind}: it writes the column {scorer.writes!r} (options.column), and its columns are "
+                    f"{', '.join(scorer.columns)}; give both the same name, or leave options.column out"
                 )
 
 

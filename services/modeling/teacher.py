@@ -25,8 +25,9 @@ class Teacher:
     """scorers: {teacher: {scorer: teacher, columns: {teacher: token}, options: {path: ORG/MODEL}}}
 
     ``path``: a causal model with the policy's own vocabulary. ``column`` is the column that it writes, ``temperature``
-    that of `rollout.sampling`; ``tokens_per_batch`` bounds a forward pass, padding included; ``head_dtype`` as
-    `model.head_dtype`. ``top_k``: it writes `columns.top_columns` of so many tokens too; None or 0: not.
+    that of `rollout.sampling`: a run says both. ``tokens_per_batch`` bounds a forward pass, padding included;
+    ``head_dtype`` as `model.head_dtype`. ``top_k``: it writes `columns.top_columns` of so many tokens too; None or 0:
+    not.
     """
 
     def __init__(

@@ -64,7 +64,8 @@ class ScorerConfig(Section):
     """Seconds. A group that takes longer ends its process, which says where it was, and another one begins, e.g. ``60``
     for a class that asks a server."""
     options: dict[str, Any] = {}
-    """Arguments of the class, e.g. ``{scale: 2.0}``."""
+    """Arguments of the class, e.g. ``{scale: 2.0}``. A built-in one's ``column`` is the first of `columns`, and a
+    teacher's ``temperature`` that of `rollout.sampling`, where they are not given."""
 
     @property
     def implementation(self) -> str:
@@ -85,8 +86,8 @@ class ScorerConfig(Section):
 
     def _tops(self, kind: str, more: dict[str, Any]) -> list[Column]:
         """Where its own column is not declared, the look before a run says so."""
-        there = self.top_k and self.teaches in self.columns
-        return list(top_columns(self.teaches, self.top_k, kind, **more)) if there else []
+        there = self.top_k and self.writes in self.columns
+        return list(top_columns(self.writes, self.top_k, kind, **more)) if there else []
 
     @property
     def top_k(self) -> int:
@@ -94,9 +95,17 @@ class ScorerConfig(Section):
         return (self.options.get("top_k") or 0) if self.scorer == "teacher" else 0
 
     @property
-    def teaches(self) -> str:
-        """The column of a built-in teacher."""
-        return str(self.options.get("column", "teacher"))
+    def writes(self) -> str:
+        """The one column of a built-in scorer."""
+        return str(self.options.get("column") or next(iter(self.columns)))
+
+    def arguments(self, temperature: float) -> dict[str, Any]:
+        """What the class is made with in a run that samples at ``temperature``."""
+        if not self.built_in:
+            return self.options
+        told: dict[str, Any] = {"temperature": temperature} if self.scorer == "teacher" else {}
+        given = {name: value for name, value in self.options.items() if value is not None}
+        return told | given | {"column": self.writes}
 
     @model_validator(mode="after")
     def _a_number_of_tokens(self) -> ScorerConfig:
@@ -106,15 +115,16 @@ class ScorerConfig(Section):
 
 
 class CustomScorer:
-    """Calls the user's class, a group at a time. What it raises, or returns wrong, costs that group alone."""
+    """Calls the user's class, a group at a time. What it raises, or returns wrong, costs that group alone.
+    ``temperature``: the run's."""
 
-    def __init__(self, config: ScorerConfig, kind: str) -> None:
+    def __init__(self, config: ScorerConfig, kind: str, temperature: float = 1.0) -> None:
         key = f"scorers.{kind}"
         self._columns = {column.name: column for column in config.declared(kind)}
         self._config = config
         made = load_plugin(config.implementation, f"{key}.scorer")
         try:
-            self._scorer = made(**config.options)
+            self._scorer = made(**config.arguments(temperature))
         except Exception as error:  # the user's own code
             raise SetupError(f"{key}: {config.scorer} cannot be made: {type(error).__name__}: {error}") from error
         if not callable(getattr(self._scorer, "score_group", None)):
@@ -167,4 +177,5 @@ def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:
     """The actor, for a run's whole config."""
     scorer = config.scorers[kind]
     hung = {"hung_s": scorer.timeout_s, "hung_key": f"scorers.{kind}.timeout_s"}
-    return ScorerActor(kind, context, CustomScorer(scorer, kind), **hung)
+    made = CustomScorer(scorer, kind, config.rollout.sampling.temperature)
+    return ScorerActor(kind, context, made, **hung)

@@ -67,7 +67,7 @@ def test_a_scorer_of_the_tests_joins_a_run_is_killed_hangs_and_its_column_arrive
 def test_a_teacher_tells_its_whole_distribution_through_a_run(tmp_path: Path) -> None:
     prompts = [prompt for _, prompt in zip(range(50), open_source(SortData()), strict=False)]
     build(TinyModel.model_validate({"warm_start": {"steps": 2, "batch": 16}}), prompts, tmp_path / "wise", 1)
-    options = f"{{path: {tmp_path / 'wise'}, column: wise, device: cpu, dtype: float32, top_k: 4}}"
+    options = f"{{path: {tmp_path / 'wise'}, device: cpu, dtype: float32, top_k: 4}}"
     given = [
         f"scorers={{wise: {{scorer: teacher, columns: {{wise: token}}, options: {options}}}}}",
         "trainer.algorithm={preset: gkd, distill: {teachers: {wise: 1.0}}}", "prompts.eval=null", "trainer.steps=3",

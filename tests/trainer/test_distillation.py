@@ -15,6 +15,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.modeling.teacher import Teacher
+from penstock.services.runtime.custom_scorer import CustomScorer, ScorerConfig
+from penstock.services.runtime.scorer import ScoringTask
 from penstock.services.trainer.algorithm_config import AlgorithmConfig
 from penstock.services.trainer.algorithms.advantages.distillation import distillation
 from penstock.services.trainer.config import TrainerConfig
@@ -40,6 +42,18 @@ def test_a_teacher_says_what_its_model_does(tmp_path: Path) -> None:
         assert not mine[~sampled].any()
         start += len(trajectory.tokens)
     assert start == len(found)
+
+
+def test_a_run_tells_a_teacher_its_column_and_its_temperature(tmp_path: Path) -> None:
+    a_model().save_pretrained(tmp_path)
+    group, options = (
+        make_group(np.random.default_rng(0), 0),
+        {"path": str(tmp_path), "dtype": "float32", "device": "cpu"},
+    )
+    given = ScorerConfig(scorer="teacher", columns={"wise": "token"}, options=options)
+    found = CustomScorer(given, "wise", 0.5)._score(ScoringTask(("train", 0), group, ("wise",), {}, 0))["wise"]
+    np.testing.assert_array_equal(found, Teacher(**options, temperature=0.5).score_group(group, {})["teacher"])
+    assert not np.allclose(found, Teacher(**options).score_group(group, {})["teacher"])
 
 
 @settings(max_examples=25, deadline=None)
