@@ -14,6 +14,7 @@ from penstock.pipeline.preflight.data import ROWS, check_length
 from penstock.pipeline.preflight.report import Report
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, open_source
+from penstock.services.data.config import DataConfig, MixData, ReasoningGymData
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.hub_names import may_be_on_hub
@@ -277,6 +278,7 @@ def _encode(config: Config, report: Report) -> None:
             "nor a chat template names a token that does; give rollout.sampling.stop, e.g. a text that ends one, or "
             "model.chat_template"
         )
+    report.notes += _bare_questions(config, tokenizer)
     if report.row is None:
         return
     sizes: list[int] = []
@@ -320,3 +322,23 @@ def _encode(config: Config, report: Report) -> None:
     if given.TRAIN in report.given:
         report.given[given.TRAIN] = rows
     given.look_at_tokens(config, tokenizer, positions_of(model), report, PICTURED)
+
+
+def _bare_questions(config: Config, tokenizer: Any) -> Iterator[str]:
+    """Words about questions that a model of chats is asked without its template, though nobody has said so."""
+    if not tokenizer.plain.chat_template or config.gateway.count:
+        return
+    assert isinstance(config.model, PretrainedModel)
+    named: dict[str, DataConfig] = {"prompts.train": config.prompts.train}
+    named |= {f"prompts.eval.{name}": data for name, data in config.prompts.eval.items()}
+    for key, data in named.items():
+        parts: dict[str, DataConfig] = {key: data}
+        if isinstance(data, MixData):
+            parts = {f"{key}.sources.{name}": one for name, one in data.sources.items()}
+        for where, one in parts.items():
+            told = not isinstance(one, ReasoningGymData) or one.system or "chat" in one.model_fields_set
+            if not told:
+                yield (
+                    f"{where}.chat: {config.model.path} has a chat template, and is asked these questions as bare "
+                    "text; set it to true to ask in a chat, or to false to leave it so without this word"
+                )

@@ -90,7 +90,8 @@ class ReasoningGymData(Section):
     seed: int = 0
     """Other seeds give other tasks."""
     chat: bool = False
-    """Render a question as one user message through the tokenizer's chat template, where it has one."""
+    """Render a question as one user message through the tokenizer's chat template, where it has one, e.g. ``true`` for
+    an instruct model. `penstock play` always asks so."""
     system: str | None = None
     """System message before each question, e.g. ``Think step by step.``; null: none."""
     suffix: str = ""

@@ -39,9 +39,11 @@ class Scorer:
 
 class ReasoningGymPlayer:
     """One question, one answer, the task set's own score, by a process of its own: ``9**9**9**9`` costs its session
-    alone. The row of the run's task says which question: it is the same for a group's sessions."""
+    alone. The row of the run's task says which question: it is the same for a group's sessions. Raises `ValueError`."""
 
     def __init__(self, config: ReasoningGymData) -> None:
+        if "chat" in config.model_fields_set and not config.chat:
+            raise ValueError("chat=false: a session is a conversation, and asks no question as bare text; leave it out")
         self._tasks, self._config = ReasoningGymSource(config, KEY), config
         self._pool: WorkerPool | None = None
 

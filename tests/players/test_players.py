@@ -397,6 +397,7 @@ def test_an_openenv_server_is_played(house: House) -> None:
         ("tests.players.envs:Twice", ["-o", "max_turn=3"], "max_turn: Extra inputs"),
         ("tests.players.envs:Twice", ["-o", "max_turns"], "--option: override 'max_turns' is not of the form"),
         ("reasoning_gym:nonsense", [], "nonsense"),
+        ("reasoning_gym:chain_sum", ["-o", "chat=false"], "chat=false: a session is a conversation"),
         ("openenv:http://127.0.0.1:9", ["-o", "max_turns=0"], "max_turns|openenv is not installed"),
     ],
 )

@@ -244,6 +244,23 @@ def test_tools_and_calls_of_rows_that_the_template_leaves_out_are_told(
     assert f"row 0: the chat template of {path} does not tell of {lost}" in said(path, look, prompts={"train": train})
 
 
+@pytest.mark.parametrize(
+    ("template", "given", "told"),
+    [(PLAIN, {}, True), (PLAIN, {"chat": False}, False), (PLAIN, {"system": "Think."}, False), (None, {}, False)],
+)
+def test_questions_that_a_model_of_chats_is_asked_as_bare_text_are_told_of(
+    policy: Path, tmp_path: Path, template: str | None, given: dict[str, Any], told: bool
+) -> None:
+    path, report = shutil.copytree(policy, tmp_path / "chats"), Report()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(path)
+    sums = {"type": "mix", "sources": {"sums": {"type": "reasoning_gym", "task": "chain_sum", **given}}}
+    config = {"model": {"type": "pretrained", "path": str(path)}, "prompts": {"train": sums}}
+    models.look(Config.model_validate(config), report)
+    assert [note.partition(":")[0] for note in report.notes] == ["prompts.train.sources.sums.chat"] * told
+
+
 def test_a_model_of_which_nothing_ends_an_answer_is_refused(policy: Path, tmp_path: Path) -> None:
     path = shutil.copytree(policy, tmp_path / "endless")
     endless = AutoTokenizer.from_pretrained(path)
