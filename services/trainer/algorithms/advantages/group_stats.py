@@ -55,15 +55,13 @@ class Groups:
     def beside_others(self, values: torch.Tensor, std: bool) -> torch.Tensor:
         """``[rows]``: each less the mean of its group's others; with ``std`` divided by (their unbiased standard
         deviation + 1e-6), where they are not all equal. A group of one keeps its value."""
-        found = values.clone()
-        for rows in torch.argsort(self.member, stable=True).split(self.count.long().tolist()):
+        count, total = self.count[self.member], self.sum(values)[self.member]
+        found = values - torch.where(count > 1, (total - values) / (count - 1).clamp(min=1), 0.0)
+        for rows in torch.argsort(self.member, stable=True).split(self.count.long().tolist()) if std else ():
             size = len(rows)
-            if size == 1:
-                continue
-            alone = torch.eye(size, dtype=torch.bool, device=values.device)
-            others = values[rows].expand(size, size)[~alone].view(size, size - 1)
-            found[rows] = values[rows] - others.mean(-1)
-            if std and size > 2:
+            if size > 2:
+                alone = torch.eye(size, dtype=torch.bool, device=values.device)
+                others = values[rows].expand(size, size)[~alone].view(size, size - 1)
                 differ = others.amax(-1) > others.amin(-1)  # of equal ones rounding leaves no deviation of 0
                 found[rows] /= torch.where(differ, others.std(-1) + 1e-6, 1.0)
         return found
