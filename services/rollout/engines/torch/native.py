@@ -35,8 +35,8 @@ class Layer:
     norm: torch.Tensor
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    qk_norm: torch.Tensor | None
+    """Weights of the norms of queries and keys, ``[heads + kv heads, dim]``."""
     out: torch.Tensor
     out_bias: torch.Tensor | None
     mlp_norm: torch.Tensor
@@ -104,8 +104,7 @@ class NativeModel:
                     norm=get(prefix + "input_layernorm.weight"),
                     qkv=qkv_weight,
                     qkv_bias=fuse([f"{n}.bias" for n in qkv]),
-                    q_norm=maybe(attention + "q_norm.weight"),
-                    k_norm=maybe(attention + "k_norm.weight"),
+                    qk_norm=self._of_heads(maybe(attention + "q_norm.weight"), maybe(attention + "k_norm.weight")),
                     out=get(attention + "o_proj.weight"),
                     out_bias=maybe(attention + "o_proj.bias"),
                     mlp_norm=get(prefix + "post_attention_layernorm.weight"),
@@ -119,6 +118,11 @@ class NativeModel:
         head = maybe("lm_head.weight")
         return Weights(embedding, layers, get("model.norm.weight"), embedding if head is None else head)
 
+    def _of_heads(self, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None) -> torch.Tensor | None:
+        if q_norm is None or k_norm is None:
+            return None
+        return torch.cat([q_norm.expand(self._heads, self._dim), k_norm.expand(self._kv_heads, self._dim)])
+
     def prefill(self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor]) -> torch.Tensor:
         """Runs right-padded prompts (int64 ``[P, T]``) and fills, for each, all its ``slots``. Returns the logits
         after each prompt's last token, ``[P, vocabulary]``."""
@@ -126,10 +130,9 @@ class NativeModel:
         repeat = torch.tensor([len(s) for s in slots], device=tokens.device)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            self._cache.fill(layer, every, k.repeat_interleave(repeat, 0), v.repeat_interleave(repeat, 0))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self._heads != self._kv_heads)
-            return out.transpose(1, 2).flatten(2)
+            of_slots = (each.transpose(1, 2).repeat_interleave(repeat, 0) for each in (k, v))
+            self._cache.fill(layer, every, *of_slots)
+            return self._attend_before(layer, q, k, v)
 
         assert self.weights is not None
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
@@ -179,14 +182,14 @@ class NativeModel:
     def logits(self, weights: Weights, tokens: torch.Tensor) -> torch.Tensor:
         """Logits ``[T, vocabulary]`` after every one of ``tokens`` (int64 ``[T]``) under ``weights``, which need not be
         those that serve; touches no slot."""
-
-        def attend(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self._heads != self._kv_heads)
-            return out.transpose(1, 2).flatten(2)
-
         positions = torch.arange(len(tokens), device=tokens.device)[None]
-        return self._logits(weights, self._layers(weights, tokens[None], positions, attend)[0])
+        return self._logits(weights, self._layers(weights, tokens[None], positions, self._attend_before)[0])
+
+    def _attend_before(self, _layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Of each token to what is before it, and to itself."""
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self._heads != self._kv_heads)
+        return out.transpose(1, 2).flatten(2)
 
     def _layers(self, weights: Weights, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         eps = self._config.rms_norm_eps
@@ -197,9 +200,8 @@ class NativeModel:
             fused = F.linear(_norm(x, w.norm, eps), w.qkv, w.qkv_bias)
             fused = fused.view(*tokens.shape, heads + 2 * kv, dim)
             qk, v = fused[:, :, : heads + kv], fused[:, :, heads + kv :]
-            if w.q_norm is not None and w.k_norm is not None:
-                weight = torch.cat([w.q_norm.expand(heads, dim), w.k_norm.expand(kv, dim)])
-                qk = _norm(qk, None, eps) * weight
+            if w.qk_norm is not None:
+                qk = _norm(qk, None, eps) * w.qk_norm
             qk = qk * cos + _rotate_half(qk) * sin
             attended = attend(index, qk[:, :, :heads], qk[:, :, heads:], v)
             x = x + F.linear(attended, w.out, w.out_bias)
