@@ -98,6 +98,8 @@ def _path(data: Any, loc: tuple[Any, ...]) -> list[Any]:
             data = data.get(part)
         elif isinstance(data, list) and isinstance(part, int) and part < len(data):
             data = data[part]
+        elif not isinstance(data, list) and part != "[key]":
+            continue  # which of several types a value is taken for
         path.append(part)
     return path
 

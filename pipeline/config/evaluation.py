@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.services.broker.config import FITS
 from penstock.services.rollout.config import PluginEngineConfig, TorchEngineConfig, VllmEngineConfig
 
 
@@ -30,7 +31,12 @@ def check_evaluation(config: Any) -> None:
             why = "run.deterministic decodes a group at a time" if alone else "rollout.engine.max_sequences"
             raise ValueError(f"{key}.n={how.n} exceeds {room} ({why})")
         longest = None if isinstance(engine, PluginEngineConfig) else engine.max_length
-        if longest and (how.max_new_tokens or 0) >= longest:
+        if how.max_new_tokens == FITS and engine.max_length is None:
+            raise ValueError(
+                f"{key}.max_new_tokens=fits: only the engine ({engine.name}) knows how long a sequence may be; give a "
+                "number, e.g. 1024"
+            )
+        if longest and isinstance(how.max_new_tokens, int) and how.max_new_tokens >= longest:
             raise ValueError(
                 f"{key}.max_new_tokens={how.max_new_tokens} leaves no room for a prompt in rollout.engine.max_length="
                 f"{longest}"

@@ -37,6 +37,10 @@ BOXED = "boxed"
 """As `EvalSampling.answer`: no pattern can read braces in braces and be quick."""
 
 
+FITS = "fits"
+"""An answer may be as long as there is room."""
+
+
 class EvalSampling(Section):
     """How the prompts of an evaluation set are answered; greedily, once, where nothing is said."""
 
@@ -50,8 +54,9 @@ class EvalSampling(Section):
     """Draw from so many of the likeliest tokens, e.g. ``20``; 0 keeps all."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Draw from the tokens that are at least this times as likely as the likeliest one, e.g. ``0.05``; 0 keeps all."""
-    max_new_tokens: int | None = Field(None, ge=1)
-    """Longest answer, e.g. ``4096``; null: as `rollout.sampling.max_new_tokens` says."""
+    max_new_tokens: Annotated[int, Field(ge=1, strict=True)] | Literal["fits"] | None = None
+    """Longest answer, e.g. ``4096``; ``fits``: as long as `rollout.engine.max_length` has room for behind each prompt;
+    null: as `rollout.sampling.max_new_tokens` says."""
     column: str = REWARD
     """By which column an answer passes and votes are worth something: the whole reward, or one that it is made of, e.g.
     ``reward/math_verify`` where another function takes off for length."""
@@ -82,7 +87,8 @@ class EvalSampling(Section):
     def of(self, greedy: Sampling) -> Sampling:
         """As rollouts are told; ``greedy`` has the rest."""
         own = {name: getattr(self, name) for name in ("n", "temperature", "top_p", "top_k", "min_p")}
-        return greedy.model_copy(update=own | {"max_new_tokens": self.max_new_tokens or greedy.max_new_tokens})
+        longest = 0 if self.max_new_tokens == FITS else self.max_new_tokens or greedy.max_new_tokens
+        return greedy.model_copy(update=own | {"max_new_tokens": longest})
 
 
 class CurriculumConfig(Section):

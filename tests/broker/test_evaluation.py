@@ -166,6 +166,7 @@ def test_sampling_is_the_sets_own() -> None:
     assert (several.n, several.temperature, several.top_p, several.stop) == (8, 0.6, 0.9, ("x",))
     assert several.max_new_tokens == 12 and EvalSampling().of(greedy) == greedy
     assert EvalSampling(max_new_tokens=99).of(greedy).max_new_tokens == 99
+    assert EvalSampling(max_new_tokens="fits").of(greedy).max_new_tokens == 0, "as training's is, where it is null"
 
 
 @pytest.mark.parametrize(
@@ -370,6 +371,9 @@ def test_a_curriculum_goes_by_its_own_column(
     stage.close()
 
 
+MINE = "rollout.engine={type: plugin, name: 'm:M'}"
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -381,6 +385,15 @@ def test_a_curriculum_goes_by_its_own_column(
         (["prompts.best_by=held_out/pass@2", "prompts.eval_sampling={held_out: {n: 4, temperature: 1.0}}"], ""),
         (["prompts.eval_sampling={held_out: {column: reference}}"], "reference is not asked for in evaluations"),
         (["prompts.eval_sampling={held_out: {column: reward/exact}}"], "did you mean 'reward/exact_match'?"),
+        (["prompts.eval_sampling={held_out: {max_new_tokens: fits}}"], ""),
+        (
+            ["prompts.eval_sampling={held_out: {max_new_tokens: fits}}", MINE],
+            "max_new_tokens=fits: only the engine (m:M)",
+        ),
+        (
+            ["prompts.eval_sampling={held_out: {max_new_tokens: true}}"],
+            "max_new_tokens: Input should be 'fits', got True",
+        ),
         (["prompts.curriculum={column: reward/exact}"], "prompts.curriculum.column: no scorer writes"),
     ],
 )
