@@ -12,7 +12,7 @@ import structlog
 
 from penstock.protocols import messages as m
 from penstock.protocols.experience import ExperienceError, Sampling, as_bytes
-from penstock.services.broker.granting import SUSPECT_AFTER, Room
+from penstock.services.broker.granting import SUSPECT_AFTER, Room, alone, for_suspect
 from penstock.services.broker.membership import Member
 from penstock.services.broker.rules.leases import Leases
 from penstock.services.broker.rules.turns import Turn
@@ -72,7 +72,8 @@ class AgentDesk:
             self._scheduler.grant_evaluation(gateways, now, anybody=True)
         if state.progress.phase == "training" and not self._scheduler.evaluation_waits_for_room():
             self._grant_training(gateways, max((r.version for r in rollouts), default=-2), now)
-        self._grant_turns([r for r in rollouts if r.room > 0], now)
+        suspected = alone(state.turns.holds, state.turns.open)
+        self._grant_turns([r for r in rollouts if r.room > 0 and r.identity not in suspected], now)
 
     def _grant_training(self, gateways: Room, newest: int, now: float) -> None:
         while gateways and (lease := self._scheduler.next_group(newest)):
@@ -83,30 +84,44 @@ class AgentDesk:
             gateways.put_back(gateway)
 
     def _grant_turns(self, rollouts: list[Member], now: float) -> None:
-        state = self._state
-        alone = state.turns.alone(SUSPECT_AFTER)
-        rollouts = [r for r in rollouts if r.identity not in alone]
+        """``rollouts``: those with room."""
+        state, suspect_waits = self._state, False
+        # Bounds within which nobody with room serves a version: thousands of turns may have the same.
+        in_vain: set[tuple[int, int | None]] = set()
         for turn in state.turns.waiting():
             if turn.attempt >= state.settings.broker.max_attempts:
                 state.turns.answered(turn.id)
                 self._answer(turn, b"", f"given to {turn.attempt} {m.UNANSWERED}")
                 continue
-            oldest, exact = self._bounds(turn)
-            able = [r for r in rollouts if r.room > 0 and r.version >= oldest and exact in (None, r.version)]
-            if not able:
+            if not rollouts or (bounds := self._bounds(turn)) in in_vain:
                 continue
-            last, roomiest = state.turns.last_holder(turn), max(able, key=lambda r: (r.room, r.name))
-            chosen = next((r for r in able if r.identity == last), roomiest)
+            oldest, exact = bounds
+            able = [r for r in rollouts if r.version >= oldest and exact in (None, r.version)]
+            if not able:
+                in_vain.add(bounds)
+                continue
             if turn.attempt >= SUSPECT_AFTER:  # it may be what kills its rollouts: now it takes no other turn with it
                 busy = state.turns.holds.holders()
-                chosen = next((r for r in able if r.identity not in busy), roomiest)
+                chosen = for_suspect(able, busy, suspect_waits)
+                if chosen is None or chosen.identity in busy:
+                    suspect_waits = True
+                else:
+                    self._grant_turn(turn, chosen, now)
+                if chosen:
+                    rollouts.remove(chosen)
+                continue
+            last = state.turns.last_holder(turn)
+            chosen = next((r for r in able if r.identity == last), None) or max(able, key=lambda r: (r.room, r.name))
+            self._grant_turn(turn, chosen, now)
+            if chosen.room <= 0:
                 rollouts.remove(chosen)
-                if chosen.identity in busy:  # which is given nothing more until it is idle
-                    continue
-            state.turns.grant(turn, chosen.identity, now + state.settings.broker.lease_s)
-            chosen.given += 1
-            seed = state.settings.seed if turn.group[0] == "train" else 0
-            state.router.send(chosen.identity, turn.request.generate(turn.id, seed))
+
+    def _grant_turn(self, turn: Turn, rollout: Member, now: float) -> None:
+        state = self._state
+        state.turns.grant(turn, rollout.identity, now + state.settings.broker.lease_s)
+        rollout.given += 1
+        seed = state.settings.seed if turn.group[0] == "train" else 0
+        state.router.send(rollout.identity, turn.request.generate(turn.id, seed))
 
     def _bounds(self, turn: Turn) -> tuple[int, int | None]:
         """The oldest version that may answer a turn now, and the only one, if there is one."""

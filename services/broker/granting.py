@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Set
 from heapq import heapify, heappop, heappush
 
 from penstock.services.broker.membership import Member
 from penstock.services.broker.rules.groups import GroupTracker
+from penstock.services.broker.rules.holds import Holds
 from penstock.services.broker.rules.leases import Lease
+from penstock.services.broker.rules.turns import Turn
 
 SUSPECT_AFTER = 2
 """A group or a turn that was given this often without an answer is given to a rollout that holds nothing else."""
@@ -38,6 +40,19 @@ class Room:
             heappush(self._heap, (-member.room, member.name, member))
 
 
+def alone(holds: Holds[int], given: Mapping[int, Lease] | Mapping[int, Turn]) -> set[str]:
+    """Who holds a suspect, of what is ``given`` by number, and should get nothing beside it."""
+    return {hold.holder for number, hold in holds.held.items() if given[number].attempt > SUSPECT_AFTER}
+
+
+def for_suspect(able: list[Member], busy: Set[str], waits: bool) -> Member | None:
+    """Who is to hold a suspect, and nothing else: one of ``able`` that is not ``busy``; else the one with the most
+    room, which is given nothing more until it is idle. Where a suspect ``waits`` for one of these already no other is
+    held back: all others go on."""
+    idle = next((r for r in able if r.identity not in busy), None)
+    return idle or (None if waits else max(able, key=lambda r: (r.room, r.name), default=None))
+
+
 def grant_groups(
     groups: GroupTracker,
     rollouts: list[Member],
@@ -55,13 +70,12 @@ def grant_groups(
         if due.attempt >= SUSPECT_AFTER:  # it may be what kills its rollouts: now it takes nobody with it
             busy = groups.leases.holds.holders()
             able = [r for r in rollouts if r.room > 0 and r.version >= required]
-            idle = next((r for r in able if r.identity not in busy), None)
-            chosen = idle or (None if waiting else max(able, key=lambda r: (r.room, r.name), default=None))
-            if chosen:  # a busy one is given nothing more until it is idle; all others go on
+            chosen = for_suspect(able, busy, bool(waiting))
+            if chosen:
                 rollouts.remove(chosen)
                 room = Room(rollouts)
-            if idle:
-                lease(due, idle)
+            if chosen and chosen.identity not in busy:
+                lease(due, chosen)
             else:
                 waiting.add(due.number)
             continue

@@ -15,7 +15,7 @@ from penstock.protocols.experience import Prompt, Purpose
 from penstock.services.broker import clock
 from penstock.services.broker.batches import batch_for
 from penstock.services.broker.followers import step_to_go_on_with
-from penstock.services.broker.granting import SUSPECT_AFTER, Room, grant_groups
+from penstock.services.broker.granting import Room, alone, grant_groups
 from penstock.services.broker.membership import Member
 from penstock.services.broker.payloads import PayloadLostError
 from penstock.services.broker.rules.leases import Lease
@@ -59,8 +59,8 @@ class Scheduler:
         if not rollouts:
             return
         leases = state.groups.leases
-        alone = {leases.holder(lease.number) for lease in leases.open.values() if lease.attempt > SUSPECT_AFTER}
-        rollouts = [r for r in rollouts if r.identity not in alone]
+        suspected = alone(leases.holds, leases.open)
+        rollouts = [r for r in rollouts if r.identity not in suspected]
         self.grant_evaluation(Room(rollouts), now)
         if state.progress.phase == "training" and not self.evaluation_waits_for_room():
             self._grant_training(rollouts, now)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,7 +18,11 @@ from penstock.protocols import messages as m
 from penstock.protocols import wire
 from penstock.protocols.experience import Group, Trajectory, as_bytes
 from penstock.protocols.mailbox import RefusedError
+from penstock.services.broker.agents import AgentDesk
+from penstock.services.broker.config import BrokerConfig
+from penstock.services.broker.membership import Member
 from penstock.services.broker.rules.leases import Leases
+from penstock.services.broker.rules.turns import Turns
 from tests.broker.machine import Memory
 from tests.broker.test_broker import Peer, Stage, finished
 
@@ -52,9 +57,11 @@ def note(name: str, data: bytes) -> m.Note:
     return m.Note(purpose="train", number=0, name=name, data=as_bytes(data))
 
 
-def asked(gateway: Peer, lease: m.Lease, said: str, prompt: bytes = b"1234", pictures: Sequence[bytes] = ()) -> Any:
-    """Turn 4 of the group's first session; a future of its answer."""
-    key = m.TurnKey(purpose="train", number=lease.number, place=0, turn=4)
+def asked(
+    gateway: Peer, lease: m.Lease, said: str, prompt: bytes = b"1234", pictures: Sequence[bytes] = (), place: int = 0
+) -> Any:
+    """Turn 4 of the group's first session, or the one at ``place``; a future of its answer."""
+    key = m.TurnKey(purpose="train", number=lease.number, place=place, turn=4)
     request = m.TurnRequest(
         key=key, prompt=as_bytes(prompt), sampling=lease.sampling, stream=1, note=as_bytes(said.encode()),
         pictures=[as_bytes(picture) for picture in pictures],
@@ -246,6 +253,47 @@ def test_a_suspected_turn_waits_for_an_idle_rollout_which_is_given_nothing_more(
     assert busy.next(m.Generate).id == suspect.id
     time.sleep(0.2)
     assert busy.box.inbox.empty(), "it holds a suspect"
+
+
+def test_of_several_suspected_turns_one_waits_for_a_busy_rollout_and_other_turns_go_on(gateways: Gateways) -> None:
+    gateway = gateways.open("gateway-0", room=3)
+    first, other, last = gateway.leases(3)
+    asked(gateway, first, "a suspect")
+    asked(gateway, other, "another")
+    for rollout in (gateways.rollout, gateways.stage.rollout(incarnation="2", credit=2)):
+        suspects = {rollout.next(m.Generate).id for _ in range(2)}
+    busy = [gateways.stage.rollout(name, credit=1) for name in ("rollout-2", "rollout-1")]
+    for place, rollout in enumerate(busy):
+        asked(gateway, last, "one before", place=place)
+        assert rollout.next(m.Generate).id not in suspects
+    gateways.stage.rollout(incarnation="3", credit=0)  # the second was killed, too
+    for credit, rollout in zip((9, 3), busy, strict=True):
+        rollout.box.tell(m.Credit(total=credit))
+        rollout.box.ask(m.StatusRequest(), 5)
+    for place in range(2, 4):
+        asked(gateway, last, "one after", place=place)
+        assert busy[1].next(m.Generate).id not in suspects
+    assert busy[0].box.inbox.empty(), "it is to be idle"
+
+
+def test_thousands_of_waiting_turns_are_not_compared_with_each_rollout() -> None:
+    turns, looks = Turns(), []
+    for place in range(1000):
+        turns.ask(("train", 0), place, ("train", 0, place), None, ("gateway-0#1", place))
+
+    class Looked(Member):
+        @property
+        def room(self) -> int:
+            looks.append(self.name)
+            return 1
+
+    rollouts = [Looked(f"rollout-{at}#1", f"rollout-{at}", "rollout", "here", 1, 0.0) for at in range(8)]
+    state: Any = SimpleNamespace(
+        turns=turns, settings=SimpleNamespace(broker=BrokerConfig()),
+        groups=SimpleNamespace(gate=SimpleNamespace(required_version=lambda number: 3)),
+    )  # fmt: skip
+    AgentDesk(state, cast(Any, None))._grant_turns(list(rollouts), 0.0)
+    assert len(looks) <= len(rollouts)
 
 
 class Machine(RuleBasedStateMachine):

@@ -48,7 +48,8 @@ class Turns:
 
     def __init__(self, first_id: int = 1) -> None:
         self._next = first_id
-        self._open: dict[int, Turn] = {}
+        self.open: dict[int, Turn] = {}
+        """By id."""
         self._by_key: dict[Hashable, Turn] = {}
         self.holds: Holds[int] = Holds(lambda id: id, lambda id: None)
         self._last: dict[Hashable, str] = {}
@@ -56,7 +57,7 @@ class Turns:
         self._unwanted: dict[str, list[int]] = {}
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self.open)
 
     def ask(self, group: Group, key: Hashable, session: Hashable, request: Any, asked_by: tuple[str, int]) -> Turn:
         """Somebody waits for a turn. One that is open already gets a new asker, and is done over where it is not the
@@ -69,20 +70,16 @@ class Turns:
             self._forget(turn)
         turn = Turn(self._next, group, key, session, request, asked_by)
         self._next += 1
-        self._open[turn.id] = self._by_key[key] = turn
+        self.open[turn.id] = self._by_key[key] = turn
         return turn
 
     def get(self, id: int) -> Turn | None:
         """The open turn of this id."""
-        return self._open.get(id)
+        return self.open.get(id)
 
     def waiting(self) -> Iterator[Turn]:
         """Those that nobody is at work on, the longest first."""
-        return (turn for turn in list(self._open.values()) if turn.id not in self.holds.held)
-
-    def alone(self, attempts: int) -> set[str]:
-        """Who is at work on a turn that was granted more than ``attempts`` times, and should get no other beside it."""
-        return {hold.holder for id, hold in self.holds.held.items() if self._open[id].attempt > attempts}
+        return (turn for turn in list(self.open.values()) if turn.id not in self.holds.held)
 
     def last_holder(self, turn: Turn) -> str | None:
         """Who answered the session's turn before."""
@@ -96,12 +93,12 @@ class Turns:
 
     def give_back(self, id: int) -> None:
         """Its holder does not go on: it waits, and the grant does not count."""
-        self._open[id].attempt -= 1
+        self.open[id].attempt -= 1
         self.holds.free(id)
 
     def answered(self, id: int, by: str = "") -> Turn | None:
         """It is answered, ``by`` whom. None where it was already, or is wanted no more."""
-        turn = self._open.get(id)
+        turn = self.open.get(id)
         if turn is not None:
             if (hold := self.holds.held.get(id)) and hold.holder == by:
                 self.holds.free(id)  # another one may be at it, and is told that it is of no use any more
@@ -110,7 +107,7 @@ class Turns:
 
     def end(self, group: Group) -> None:
         """Nobody waits for turns of this group any more."""
-        for turn in [turn for turn in self._open.values() if turn.group == group]:
+        for turn in [turn for turn in self.open.values() if turn.group == group]:
             self._forget(turn)
         for session in [session for session in self._last if session[:2] == group]:  # type: ignore[index]
             del self._last[session]
@@ -124,5 +121,5 @@ class Turns:
         if hold := self.holds.held.get(turn.id):
             self._unwanted.setdefault(hold.holder, []).append(turn.id)
         self.holds.done(turn.id)
-        del self._open[turn.id]
+        del self.open[turn.id]
         del self._by_key[turn.key]
