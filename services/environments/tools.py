@@ -19,6 +19,7 @@ from penstock.services.environments.tool_calls import calls_in
 from penstock.services.environments.tool_class import Method, ToolObject
 from penstock.services.environments.toolbox import Remote, toolbox
 from penstock.services.environments.tools_config import READY
+from penstock.services.turns.tool_calls import read_call
 
 
 class ToolSessions(Sessions):
@@ -95,9 +96,8 @@ class Tools:
     async def _run(self, text: str) -> str:
         """What the policy reads of one call; where it was wrong, what was. Raises `ToolUnavailable`."""
         try:
-            call = json.loads(text)
-            name, arguments = call["name"], call.get("arguments") or {}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            name, arguments = read_call(text)
+        except ValueError:
             return 'error: a call is JSON, {"name": …, "arguments": {…}}'
         tool = self._box.tools.get(name) if isinstance(name, str) else None
         if tool is None:

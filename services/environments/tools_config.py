@@ -12,10 +12,10 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from penstock.services.environments.tool_calls import Form
 from penstock.services.runtime.nearest import nearest
 from penstock.services.runtime.settings import Section
 from penstock.services.runtime.user_folders import find_file
+from penstock.services.turns.tool_calls import Form
 
 READY = {"python": "penstock.services.environments.python_tool:python_tool"}
 """Tools that are there by name: what makes each, from the options of its own."""

@@ -14,7 +14,7 @@ from penstock.services.turns import library_parsers
 from penstock.services.turns.answers import Answer
 from penstock.services.turns.tokenizer import Tokenizer
 from penstock.services.turns.tool_calls import (
-    HERMES,
+    FORMS,
     TEMPLATE,
     THINK,
     UNTHINK,
@@ -25,7 +25,7 @@ from penstock.services.turns.tool_calls import (
     behind_thoughts,
     by_text,
     careful,
-    hermes,
+    in_form,
 )
 
 KEY = "gateway.tool_calls"
@@ -111,7 +111,7 @@ def _parser(name: str, text: Tokenizer) -> Parser:
         return library_parsers.of_template(text, KEY)
     if name.startswith(VLLM):
         return library_parsers.of_vllm(name.removeprefix(VLLM), text, KEY)
-    if name == HERMES:
-        return lambda said: hermes(said.text, said.thinking)
+    if form := next((form for form in FORMS if form == name), None):
+        return lambda said: in_form(form, said.text, said.thinking, said.tools)
     find = by_text(name, KEY)
     return lambda said: find(said.text)

@@ -17,7 +17,7 @@ def of_template(text: Tokenizer, key: str) -> Parser:
     if not text.has_response_template:
         raise SetupError(
             f"{key}: template: the model's tokenizer has no response_template; name one of vLLM's parsers "
-            "(vllm:qwen3_xml), hermes, none, or a function of yours"
+            "(vllm:qwen3_xml), hermes, json, xml, none, or a function of yours"
         )
 
     def parse(said: Said) -> tuple[str, list[Call]]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal, get_args
 
 import structlog
 
@@ -17,6 +19,11 @@ log = structlog.get_logger()
 THINK, UNTHINK = "<think>", "</think>"
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 """How Hermes' and Qwen's chat templates ask for a call: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``."""
+Form = Literal["hermes", "json", "xml"]
+"""How families of models call tools."""
+FORMS: tuple[Form, ...] = get_args(Form)
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -107,20 +114,93 @@ def aloud(text: str, thinking: bool = False) -> str:
     return "".join(part for thought, part in thoughts_apart(text, thinking) if not thought)
 
 
-def hermes(text: str, thinking: bool = False) -> tuple[str, list[Call]]:
-    """Calls between ``<tool_call>`` and ``</tool_call>``, as JSON, but for those that were only thought of. Where one
-    is not sound, all of it is text.
+def as_written(
+    answer: str, form: Form, schemas: Mapping[str, Mapping[str, Any]], thinking: bool = False
+) -> tuple[str, list[str]]:
+    """What is left of an answer, and each call in it as JSON, ``{"name": …, "arguments": {…}}``, or as it was written
+    where it cannot be read. What was only thought, up to ``</think>``, calls nothing and is left; ``thinking``: the
+    template has begun a thought. ``schemas``: of the tools' arguments, by name; in XML all is text.
 
-    >>> hermes('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    >>> as_written("Well. <tool_call>{}</tool_call>", "hermes", {})
+    ('Well. ', ['{}'])
+    """
+    if form == "json":
+        if not thinking and (calls := _in_json(answer)):
+            return "", calls
+        parts = thoughts_apart(answer, thinking)
+        calls = _in_json("".join(part for thought, part in parts if not thought))
+        return ("".join(part for thought, part in parts if thought) if calls else answer), calls
+    said = [(part, []) if thought else between_tags(part) for thought, part in thoughts_apart(answer, thinking)]
+    calls = [call for _, found in said for call in found]
+    return "".join(part for part, _ in said), calls if form == "hermes" else [_of_xml(text, schemas) for text in calls]
+
+
+def read_call(text: str) -> tuple[Any, Any]:
+    """Name and arguments of a call in JSON, whatever these are; where there are no arguments, ``{}``. Raises
+    `ValueError` where it is no call."""
+    try:
+        call = json.loads(text)
+        return call["name"], call.get("arguments") or {}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"no call: {text[:80]!r}") from error
+
+
+def _in_json(said: str) -> list[str]:
+    """The whole answer is one call, or a list of some, as Llama 3 and Mistral make them."""
+    text = said.strip().removeprefix("<|python_tag|>").removeprefix("[TOOL_CALLS]")
+    try:
+        read = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    every = read if isinstance(read, list) else [read]
+    if not every or not all(isinstance(each, dict) and "name" in each for each in every):
+        return []
+    return [json.dumps({"name": e["name"], "arguments": e.get("arguments", e.get("parameters"))}) for e in every]
+
+
+def _of_xml(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> str:
+    """As Qwen3-Coder's and Qwen 3.5's."""
+    if (found := _FUNCTION.search(text)) is None:
+        return text
+    name = found[1].strip()
+    schema = schemas.get(name, {}).get("properties", {})
+    arguments = {key.strip(): _read(value, schema.get(key.strip())) for key, value in _PARAMETER.findall(found[2])}
+    return json.dumps({"name": name, "arguments": arguments})
+
+
+def _read(text: str, schema: Any) -> Any:
+    """Text where the argument may be text, else what it is as JSON."""
+    if _may_be_text(schema):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _may_be_text(schema: Any) -> bool:
+    if not isinstance(schema, Mapping):
+        return False
+    kinds = schema.get("type")
+    several = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    return kinds == "string" or (isinstance(kinds, list) and "string" in kinds) or any(map(_may_be_text, several))
+
+
+def in_form(form: Form, text: str, thinking: bool = False, tools: str = "") -> tuple[str, list[Call]]:
+    """What is left of what was said, and the calls in it, by `as_written`; ``tools`` as in `Said`. Where one of them is
+    not sound, all of it is text.
+
+    >>> in_form("hermes", 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     ('Let me see.', [Call(name='add', arguments={'a': 1})])
     """
-    parts = [(part, []) if thought else between_tags(part) for thought, part in thoughts_apart(text, thinking)]
-    left, calls = "".join(part for part, _ in parts), []
-    for each in (call for _, found in parts for call in found):
+    functions = [each["function"] for each in json.loads(tools or "[]")] if form == "xml" else []
+    schemas = {each["name"]: each.get("parameters") or {} for each in functions}
+    left, written = as_written(text, form, schemas, thinking)
+    calls = []
+    for each in written:
         try:
-            said = json.loads(each)
-            name, arguments = said["name"], said.get("arguments", {})
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            name, arguments = read_call(each)
+        except ValueError:
             return text, []
         if not isinstance(name, str) or not isinstance(arguments, dict):
             return text, []
@@ -133,8 +213,10 @@ def plain(text: str) -> tuple[str, list[Call]]:
     return text, []
 
 
-HERMES = "hermes"
-PARSERS = {HERMES: hermes, "none": plain}
+PARSERS: dict[str, Callable[[str], tuple[str, list[Call]]]] = {
+    **{form: partial(in_form, form) for form in FORMS},
+    "none": plain,
+}
 TEMPLATE, VLLM = "template", "vllm:"
 """Names of libraries' parsers: the tokenizer's own; and what vLLM's begin with."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from penstock.services.environments.tool_calls import Form, calls_in
+from penstock.services.environments.tool_calls import calls_in
+from penstock.services.gateway import replies
+from penstock.services.turns.tool_calls import Form, Said
 
 SCHEMAS = {"days": {"properties": {"first": {"type": "string"}, "count": {"type": "integer"}}}}
 CALL = {"name": "days", "arguments": {"first": "1", "count": 2}}
@@ -48,6 +50,29 @@ def test_calls_are_found_in_what_is_said_aloud(form: Form, said: str, calls: lis
 def test_a_thought_that_the_template_has_begun_calls_nothing(form: Form, call: str) -> None:
     for said, calls in ((f"first <tool_call></think>{call}", 1), (f"maybe {call}", 0), (call, 0)):
         assert len(calls_in(said, form, SCHEMAS, thinking=True)) == calls
+
+
+@pytest.mark.parametrize(
+    ("form", "said", "left"),
+    [
+        ("hermes", f"Well. <tool_call>{json.dumps(CALL)}</tool_call>", "Well."),
+        ("xml", f"Well. {XML}", "Well."),
+        ("json", f"hm</think> {json.dumps(CALL)}", "hm</think>"),
+        ("json", LLAMA, ""),
+        ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', ""),
+        ("json", "It is 3.", None),
+        ("xml", "<tool_call>days(1)</tool_call>", None),
+    ],
+)
+def test_a_gateway_finds_the_calls_that_an_environment_runs(form: Form, said: str, left: str | None) -> None:
+    functions = [{"name": name, "parameters": schema} for name, schema in SCHEMAS.items()]
+    told = json.dumps([{"type": "function", "function": function} for function in functions])
+    content, calls = replies._parser(form, cast(Any, None))(Said(said, said, told))
+    assert content == (said if left is None else left)
+    run = [json.loads(call) for call in calls_in(said, form, SCHEMAS)] if left is not None else []
+    assert [{"name": call.name, "arguments": call.arguments} for call in calls] == [
+        {**call, "arguments": call["arguments"] or {}} for call in run
+    ]
 
 
 @pytest.mark.parametrize("form", ["hermes", "xml"])

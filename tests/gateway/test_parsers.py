@@ -20,7 +20,7 @@ from penstock.services.gateway.formats import Forms
 from penstock.services.gateway.openai_routes import judged
 from penstock.services.gateway.replies import Replies
 from penstock.services.turns.tokenizer import Tokenizer
-from penstock.services.turns.tool_calls import Call, Said, aloud, behind_thoughts, between_tags, hermes
+from penstock.services.turns.tool_calls import Call, Said, aloud, behind_thoughts, between_tags, in_form
 from tests.gateway.house import House
 
 SAY = [{"role": "user", "content": "sort ba="}]
@@ -90,7 +90,7 @@ def test_whether_an_answer_has_its_form_is_seen_behind_its_thoughts() -> None:
 @pytest.mark.parametrize("text", ["<think>" * 200_000, "<think></think>" * 100_000, "</think>" * 200_000])
 def test_thoughts_are_looked_for_once(text: str) -> None:
     began = time.monotonic()
-    assert hermes(text) == (text, []) and not aloud(text).startswith("<think>")
+    assert in_form("hermes", text) == (text, []) and not aloud(text).startswith("<think>")
     assert time.monotonic() - began < 5, "looked for again behind each it would be minutes"
 
 
@@ -99,14 +99,14 @@ def test_thoughts_are_looked_for_once(text: str) -> None:
 )
 def test_a_call_without_its_end_is_looked_for_once(text: str) -> None:
     began = time.monotonic()
-    assert hermes(text) == (text, []) and between_tags(text) == (text, [])
+    assert in_form("hermes", text) == (text, []) and between_tags(text) == (text, [])
     assert time.monotonic() - began < 5
 
 
 def test_calls_are_found_between_tags() -> None:
     text = "a<tool_call>\n 1 \n</tool_call>b<tool_call></tool_call>c</tool_call><tool_call>2"
     assert between_tags(text) == ("abc</tool_call><tool_call>2", ["1", ""])
-    assert hermes(f"Well. {spoken('{}')} {spoken('{}')}") == ("Well.", [Call("add", {})] * 2)
+    assert in_form("hermes", f"Well. {spoken('{}')} {spoken('{}')}") == ("Well.", [Call("add", {})] * 2)
 
 
 def test_a_call_that_is_nested_too_deep_is_told_to_be_none() -> None:
