@@ -18,6 +18,7 @@ from penstock.services.environments.past import MOST_LOST
 from penstock.services.environments.pool import EnvironmentPool
 from penstock.services.environments.sessions import LOST
 from penstock.services.players.base import Played, PlayError, as_messages, in_parts, said_to
+from penstock.services.turns.tool_calls import Form
 
 log = structlog.get_logger()
 
@@ -32,6 +33,7 @@ class OwnPlayer:
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self._config, self._pool, self._numbers = config, EnvironmentPool(config), itertools.count()
+        self._form: Form = config.tools.tool_calls if config.tools else "hermes"
 
     async def open(self) -> None:
         """See `Player.open`."""
@@ -62,7 +64,7 @@ class OwnPlayer:
             if reply is None:
                 await self._settle(number, rewards)
                 return Played(0.0, _measured(turn - 1, metrics), rewards, truncated=True)
-            said = as_said(reply), reply.finish
+            said = as_said(reply, self._form), reply.finish
             found = await _asked(lambda answered, said=said: self._pool.step(number, said[0], answered, said[1]))  # type: ignore[misc]
             rewards[reply.turn], metrics = found["reward"], added(metrics, found["metrics"])
             if found["done"]:
@@ -93,12 +95,13 @@ def _measured(turns: int, metrics: Mapping[str, float]) -> dict[str, float]:
     return found if len(found) <= MOST else dict(metrics)
 
 
-def as_said(reply: Reply) -> str:
-    """What a class is told: the text, and each call as Hermes writes them, whatever the model's own way is."""
-    calls = [
-        f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-        for name, arguments, _ in reply.calls
-    ]
+def as_said(reply: Reply, form: Form = "hermes") -> str:
+    """What a class is told: the text, and each call as Hermes writes them, whatever the model's own way is; where it
+    reads calls in ``json``, a list of them and nothing else. As XML it reads Hermes' too."""
+    asked = [json.dumps({"name": name, "arguments": arguments}) for name, arguments, _ in reply.calls]
+    if asked and form == "json":
+        return f"[{', '.join(asked)}]"
+    calls = [f"<tool_call>\n{call}\n</tool_call>" for call in asked]
     return "\n".join([*([reply.text] if reply.text or not calls else []), *calls])
 
 

@@ -117,7 +117,8 @@ def test_a_class_of_ones_own_plays_and_what_raises_costs_its_session(
     assert all("no idea" in t.failure for t in failed), "given out gateway.attempts times, then without a reward"
 
 
-def test_methods_that_are_tools_give_a_reward_where_no_turn_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["hermes", "xml", "json"])
+def test_methods_that_are_tools_give_a_reward_where_no_turn_is_left(form: str) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"step": 3}'}}
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
     nothing, turns = np.zeros(0, np.int32), iter((1, 2))
@@ -127,7 +128,8 @@ def test_methods_that_are_tools_give_a_reward_where_no_turn_is_left(monkeypatch:
 
     task = Prompt(index=0, text="count", truth={"prompt": "count", "target": 6})
     session: Any = SimpleNamespace(task=task, chat=chat)
-    player = make_player("tools", {"max_turns": 2, "options": {"class": "tests.environments.games:Adding"}}, "none")
+    options = {"class": "tests.environments.games:Adding", "tool_calls": form}
+    player = make_player("tools", {"max_turns": 2, "options": options}, "none")
 
     async def play() -> Played:
         try:
