@@ -120,7 +120,7 @@ def _measure(state: BrokerState, number: int) -> None:
     if column and entry and all(state.payloads.has(("train", number), name) for name in (column, REWARD)):
         values = _of_rewarded(state, number, column)
         if np.isfinite(values).any():
-            state.curriculum.measured(entry.draw, float(np.nanmean(values)))
+            state.curriculum.measured(entry.draw, float(np.nanmean(values, dtype=np.float64)))
 
 
 def _measured_by(state: BrokerState) -> str | None:

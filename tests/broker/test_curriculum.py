@@ -5,11 +5,15 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.protocols.experience import Prompt
+from penstock.services.broker.config import RangeFilter
 from penstock.services.broker.rules.curriculum import TABLE, Bounds, Curriculum
+from penstock.services.broker.rules.filtering import why_filtered
 from penstock.services.data.prompts import PromptStream
 
 SIZE = 6
@@ -89,6 +93,14 @@ def test_what_was_too_easy_or_too_hard_rests_and_comes_back(
             assert gaps <= {rest + 1}, (row, epochs)
             assert epochs[0] == 0 and epochs[-1] >= last - 2 * (rest + 1)
     assert all(bounds.rest(worth[int(row)]) for row in kept.rows(TABLE))
+
+
+@pytest.mark.parametrize("right", [1, 5, 9])
+def test_what_the_filter_leaves_out_by_the_same_bounds_rests(right: int) -> None:
+    rewards = np.array([1] * right + [0] * (10 - right), np.float32)
+    left_out = why_filtered(RangeFilter(low=0.1, high=0.9), rewards)
+    for mean in (np.nanmean(rewards), np.nanmean(rewards, dtype=np.float64)):
+        assert bool(Bounds(0.1, 0.9, 1, 1).rest(float(mean))) == (left_out is not None) == (right != 5)
 
 
 def test_where_all_rest_the_run_goes_on() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from penstock.services.broker.rules.filtering import side_of
 from penstock.services.broker.rules.journal import Journal
 
 TABLE = "curriculum"
@@ -21,7 +22,7 @@ class Bounds:
 
     def rest(self, mean: float) -> int:
         """Epochs for which a prompt is left out whose answers had this mean reward."""
-        return self.rest_hard if mean <= self.low else self.rest_easy if mean >= self.high else 0
+        return {"low": self.rest_hard, "high": self.rest_easy, None: 0}[side_of(mean, self.low, self.high)]
 
 
 class Curriculum:

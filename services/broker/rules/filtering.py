@@ -38,12 +38,21 @@ def why_filtered(rule: FilterConfig, values: np.ndarray) -> Verdict | None:
             return None
         what = "rewards are all equal" if rule == VarianceFilter() else f"values of {rule.column} are all equal"
         return Verdict("equal", f"its {what}" + f", within {rule.tolerance:g}" * bool(rule.tolerance))
-    mean = np.float32(there.mean(dtype=np.float64))
-    if mean <= np.float32(rule.low):
+    mean = float(there.mean(dtype=np.float64))
+    beyond = side_of(mean, rule.low, rule.high)
+    if beyond == "low":
         return Verdict("low", f"the mean of its {rule.column} is {mean:g}, not above {rule.low:g}")
-    if mean >= np.float32(rule.high):
+    if beyond == "high":
         return Verdict("high", f"the mean of its {rule.column} is {mean:g}, not below {rule.high:g}")
     return None
+
+
+def side_of(mean: float, low: float, high: float) -> Literal["low", "high"] | None:
+    """Whether a group's ``mean`` is at most ``low``, or at least ``high``; compared in float32, which rewards are
+    written in."""
+    if np.float32(mean) <= np.float32(low):
+        return "low"
+    return "high" if np.float32(mean) >= np.float32(high) else None
 
 
 def _rounded_up(tolerance: float, values: np.ndarray) -> float:
