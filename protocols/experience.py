@@ -80,7 +80,6 @@ class AnyArraySpec(ArraySpec):
 
 Bytes = Annotated[np.ndarray, ArraySpec("uint8", 1)]
 """An opaque payload: uint8 ``[bytes]``, so that a large one travels in a frame of its own."""
-Floats = Annotated[np.ndarray, ArraySpec("float32", 1)]
 Values = Annotated[np.ndarray, AnyArraySpec()]
 """Of a column: `columns.Column` says the dtype and the size."""
 

@@ -14,8 +14,6 @@ from penstock.services.gateway.formats import Form, Wanted
 from penstock.services.gateway.replies import THOUGHTS, Replies
 from penstock.services.gateway.session import Turn
 
-FINISH = {"stop": "stop", "length": "length"}
-
 
 class ChatRequest(Several):
     """``POST /v1/chat/completions``. How tokens are drawn is the run's: ``temperature``, ``top_p`` and their like are
@@ -149,7 +147,7 @@ def thoughts_of(turn: Turn) -> dict[str, str]:
 
 def finish_of(turn: Turn) -> str:
     """In OpenAI's words."""
-    return "tool_calls" if turn.message.get("tool_calls") else FINISH[turn.answer.finish]
+    return "tool_calls" if turn.message.get("tool_calls") else turn.answer.finish
 
 
 def usage(turns: Sequence[Turn]) -> dict[str, int]:

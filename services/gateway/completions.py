@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from penstock.services.gateway.asking import Listed, Never, Several
-from penstock.services.gateway.chat import FINISH, about, streamed, usage
+from penstock.services.gateway.chat import about, streamed, usage
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Turn
 
@@ -76,4 +76,4 @@ def _choice(index: int, turn: Turn, replies: Replies, asked: CompletionRequest) 
             "text_offset": [],
         }
     text = turn.message["content"]
-    return {"index": index, "text": text, "finish_reason": FINISH[turn.answer.finish], "logprobs": said}
+    return {"index": index, "text": text, "finish_reason": turn.answer.finish, "logprobs": said}
