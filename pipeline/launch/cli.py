@@ -108,6 +108,14 @@ def on_ray(
         typer.Option(help="The cluster's, e.g. 10.1.0.7:6379; not given: this machine's.", show_default=False),
     ] = None,
     gpus: Annotated[bool, typer.Option("--gpus/--no-gpus", help="Ask for GPUs.")] = True,
+    env: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            help="An environment variable of this shell that the run's processes get, e.g. --env SERPER_KEY; several "
+            "may be given. HF_*, WANDB_*, MLFLOW_*, *_API_KEY, NCCL_*, PENSTOCK_* and proxies they get anyhow.",
+            show_default=False,
+        ),
+    ] = None,
     network: NETWORK = None,
     each: EACH = 1,
     resume: RESUME = None,
@@ -128,16 +136,17 @@ def on_ray(
     console = RunConsole()
     file, overrides = _sorted(file, overrides, resume)
     config, origin, folder = resolve(console, Path(file) if file else None, overrides, resume, network)
-    parts = parts_of(config, gpus, each)
+    parts, handed = parts_of(config, gpus, each), ray_cluster.handed_on(os.environ, env or [])
     if dry_run:
         look_at(OwnConsole(stderr=True), config, folder)
         for part in parts:
             console.print(part.words, highlight=False)
+        console.print(f"environment variables: {', '.join(handed) or 'none'}", highlight=False, soft_wrap=True)
         return
     make_ready(console, config, origin, folder)
     console.print(f"run folder: {folder}", highlight=False, markup=False, soft_wrap=True)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    code = ray_cluster.launch(folder, Path.cwd(), parts, address, say)
+    code = ray_cluster.launch(folder, Path.cwd(), parts, handed, address, say)
     if code and (read_summary(folder) or {}).get("outcome") != "complete":
         say(f"go on with: penstock launch ray --resume {shlex.quote(str(folder))}")
     raise typer.Exit(code)

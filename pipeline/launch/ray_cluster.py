@@ -6,12 +6,14 @@ GPUs, and where that machine dies starts it again on another one.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,13 @@ ROOM_S = 600.0
 """For the cluster to have room, which it may have to start machines for."""
 END_S = 300.0
 """For a run that is told to stop: the step in hand, and a checkpoint."""
+HANDED_ON = (
+    "HF_*", "HUGGING_FACE_HUB_TOKEN", "WANDB_*", "MLFLOW_*", "*_API_KEY", "NCCL_*", "PENSTOCK_*",
+    *(word for name in ("http", "https", "all", "no") for word in (f"{name}_proxy", f"{name}_proxy".upper())),
+)  # fmt: skip
+"""What the processes of a run have from the shell that launches it: patterns of environment variables."""
+OF_ITS_OWN = ("PENSTOCK_HEALTH_FILE", "PENSTOCK_ONE_PER_HOST", "PENSTOCK_CLAIM_GPUS", "PENSTOCK_FOLDERS*")
+"""But what these say is of the launching machine, or its container."""
 LOOK_S = 1.0
 AGAIN_S = 10.0
 """Until one that has failed is started again."""
@@ -35,8 +44,9 @@ Started = tuple[str, Any, list[str], Any]
 class Process:
     """A Ray actor: a ``penstock`` command, on the machine that Ray has chosen."""
 
-    def __init__(self, workdir: str) -> None:
-        self._workdir = workdir
+    def __init__(self, workdir: str, env: dict[str, str]) -> None:
+        """``env``: environment variables beside those that Ray has on that machine."""
+        self._workdir, self._env = workdir, env
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped, self._lock = False, threading.Lock()
 
@@ -47,7 +57,9 @@ class Process:
         with self._lock:
             if self._stopped:
                 return 130
-            self._process = subprocess.Popen(command, cwd=workdir, preexec_fn=with_parent(signal.SIGTERM))
+            self._process = subprocess.Popen(
+                command, cwd=workdir, env={**os.environ, **self._env}, preexec_fn=with_parent(signal.SIGTERM)
+            )
         code = self._process.wait()
         return code if code >= 0 else 128 - code
 
@@ -59,10 +71,25 @@ class Process:
                 self._process.send_signal(signal.SIGTERM)
 
 
-def launch(folder: Path, workdir: Path, parts: list[Part], address: str | None, say: Callable[[str], None]) -> int:
-    """Runs ``parts``, the head first, on the cluster at ``address`` (None: the one that this machine is part of), until
-    the head ends; returns its exit code. SIGINT and SIGTERM have it save a checkpoint first. Raises `ConfigError` where
-    there is no cluster, or no room."""
+def handed_on(here: Mapping[str, str], names: list[str]) -> dict[str, str]:
+    """Those of the environment variables ``here`` that the processes of a run get: ``names``, and `HANDED_ON`. Raises
+    `ConfigError` where one of ``names`` is not there."""
+    if lacking := [name for name in names if name not in here]:
+        raise ConfigError(f"--env: {lacking[0]} is not set here; export {lacking[0]}=… first, or leave it out")
+    known = {name for name in here if _is_like(name, HANDED_ON) and not _is_like(name, OF_ITS_OWN)}
+    return {name: here[name] for name in sorted(known | {*names})}
+
+
+def _is_like(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def launch(
+    folder: Path, workdir: Path, parts: list[Part], env: dict[str, str], address: str | None, say: Callable[[str], None]
+) -> int:
+    """Runs ``parts``, the head first, with the environment variables ``env``, on the cluster at ``address`` (None: the
+    one that this machine is part of), until the head ends; returns its exit code. SIGINT and SIGTERM have it save a
+    checkpoint first. Raises `ConfigError` where there is no cluster, or no room."""
     ray = _ray()
     stopping: list[int] = []
     try:
@@ -72,7 +99,7 @@ def launch(folder: Path, workdir: Path, parts: list[Part], address: str | None, 
     previous = {number: signal.signal(number, lambda n, _f: stopping.append(n)) for number in (2, 15)}
     try:
         group = _reserve(ray, parts, stopping)
-        (name, actor, _, code), *members = _start(ray, group, folder, workdir, parts)
+        (name, actor, _, code), *members = _start(ray, group, folder, workdir, parts, env)
         say(f"placed: {', '.join(part.words for part in parts)}")
         return _watch(ray, (name, actor, code), members, stopping, say)
     finally:
@@ -104,7 +131,7 @@ def _resources(part: Part) -> dict[str, int]:
     return {"CPU": part.cpus} | ({"GPU": part.gpus} if part.gpus else {})
 
 
-def _start(ray: Any, group: Any, folder: Path, workdir: Path, parts: list[Part]) -> list[Started]:
+def _start(ray: Any, group: Any, folder: Path, workdir: Path, parts: list[Part], env: dict[str, str]) -> list[Started]:
     """An actor in each bundle, at work: its name, itself, its command's arguments, and what it will return."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -121,7 +148,7 @@ def _start(ray: Any, group: Any, folder: Path, workdir: Path, parts: list[Part])
                     max_concurrency=2,  # stop() comes while run() is at work
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
                 )
-                .remote(str(workdir))
+                .remote(str(workdir), env)  # as a runtime_env Ray's dashboard and logs would show it
             )
             head = part.kind == "head"
             name = part.kind if head else f"{part.kind}-{task}"

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.config.origin import Origin
-from penstock.pipeline.launch import kubernetes, ready, slurm
+from penstock.pipeline.launch import kubernetes, ray_cluster, ready, slurm
 from penstock.pipeline.launch.parts import Part, parts_of
 from penstock.pipeline.launch.ready import cluster_network
 from penstock.pipeline.resources.host import PROCESS_GIB, SPARE, host_needs, too_small
@@ -251,6 +251,28 @@ def test_who_would_join_leaves_where_the_runs_own_job_is_gone(
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "0"}
     assert subprocess.run(["bash", "-c", made["slurm/rollout.sh"]], env=env, timeout=30).returncode == code
     assert (tmp_path / "asked").is_file() == (code == 0)
+
+
+# --- Ray -------------------------------------------------------------------------------------------------------------
+
+
+def test_processes_on_a_ray_cluster_have_the_launching_shells_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell = {"HF_TOKEN": "a", "WANDB_API_KEY": "b", "https_proxy": "c", "NCCL_IB_HCA": "d", "PENSTOCK_TERM_S": "900"}
+    others = {"PATH": "/", "SERPER_KEY": "e", "PENSTOCK_FOLDERS": "[]", "RAY_ADDRESS": "f"}
+    assert ray_cluster.handed_on(shell | others, []) == shell
+    env = ray_cluster.handed_on(shell | others, ["SERPER_KEY"])
+    assert env == {**shell, "SERPER_KEY": "e"}
+    with pytest.raises(ConfigError, match="--env: SERPER_TOKEN is not set here; export SERPER_TOKEN="):
+        ray_cluster.handed_on(others, ["SERPER_TOKEN"])
+    command = tmp_path / "python"
+    command.write_text(f'#!/bin/sh\nenv > {tmp_path}/env; exit "$PENSTOCK_TERM_S"\n')
+    command.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(command))
+    assert ray_cluster.Process(str(tmp_path), {**env, "PENSTOCK_TERM_S": "9"}).run([]) == 9
+    has = (tmp_path / "env").read_text().splitlines()
+    assert {"HF_TOKEN=a", "SERPER_KEY=e", f"PATH={os.environ['PATH']}"} <= set(has)
 
 
 # --- Kubernetes ------------------------------------------------------------------------------------------------------
