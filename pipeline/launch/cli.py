@@ -125,7 +125,7 @@ def on_ray(
 
     The run's folder must be on a disk that all machines see, and Penstock installed on each. rollout.count says how
     many rollouts there are. Whoever's machine dies is started again on another one. It ends with the run; Ctrl-C has
-    the run save a checkpoint first. To leave it alone: ray job submit -- penstock launch ray FILE.
+    the run save a checkpoint first. To leave it alone: ray job submit, as docs/clusters.md has it.
 
     For instance: penstock launch ray configs/quickstart.yaml --no-gpus rollout.count=4 run.folder=/shared/runs
     """

@@ -19,13 +19,14 @@ from typing import Any
 
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.launch.parts import Part, head_arguments, member_arguments
+from penstock.pipeline.run.launcher import CHECKPOINT_S, TERM_S
 from penstock.services.runtime.install import install
 from penstock.services.runtime.processes import with_parent
 
 ROOM_S = 600.0
 """For the cluster to have room, which it may have to start machines for."""
-END_S = 300.0
-"""For a run that is told to stop: the step in hand, and a checkpoint."""
+LEAVE_S = 300.0
+"""For those that joined, once the run is over; and for the run beside the time that it has for its last checkpoint."""
 HANDED_ON = (
     "HF_*", "HUGGING_FACE_HUB_TOKEN", "WANDB_*", "MLFLOW_*", "*_API_KEY", "NCCL_*", "PENSTOCK_*",
     *(word for name in ("http", "https", "all", "no") for word in (f"{name}_proxy", f"{name}_proxy".upper())),
@@ -54,21 +55,26 @@ class Process:
         """Until the command ends; returns its exit code. Ray calls it again where the machine has died meanwhile."""
         command = [sys.executable, "-P", "-m", "penstock.pipeline.cli", *arguments]
         workdir = self._workdir if Path(self._workdir).is_dir() else None  # that of who launched it, where it is here
+        end_with_us = with_parent(signal.SIGTERM)
+
+        def begin() -> None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which Ray has all that it starts block
+            if end_with_us:
+                end_with_us()
+
         with self._lock:
             if self._stopped:
                 return 130
-            self._process = subprocess.Popen(
-                command, cwd=workdir, env={**os.environ, **self._env}, preexec_fn=with_parent(signal.SIGTERM)
-            )
+            self._process = subprocess.Popen(command, cwd=workdir, env={**os.environ, **self._env}, preexec_fn=begin)
         code = self._process.wait()
         return code if code >= 0 else 128 - code
 
-    def stop(self) -> None:
-        """Tells the command to leave."""
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Tells the command to leave, by the signal ``number``."""
         with self._lock:
             self._stopped = True
             if self._process and self._process.poll() is None:
-                self._process.send_signal(signal.SIGTERM)
+                self._process.send_signal(number)
 
 
 def handed_on(here: Mapping[str, str], names: list[str]) -> dict[str, str]:
@@ -88,8 +94,8 @@ def launch(
     folder: Path, workdir: Path, parts: list[Part], env: dict[str, str], address: str | None, say: Callable[[str], None]
 ) -> int:
     """Runs ``parts``, the head first, with the environment variables ``env``, on the cluster at ``address`` (None: the
-    one that this machine is part of), until the head ends; returns its exit code. SIGINT and SIGTERM have it save a
-    checkpoint first. Raises `ConfigError` where there is no cluster, or no room."""
+    one that this machine is part of), until the head ends; returns its exit code. SIGINT and SIGTERM, which it is told
+    as they came, have it save a checkpoint first. Raises `ConfigError` where there is no cluster, or no room."""
     ray = _ray()
     stopping: list[int] = []
     try:
@@ -175,8 +181,8 @@ def _watch(
         now = time.monotonic()
         if stopping and deadline is None:
             say("told to stop: the run saves a checkpoint …")
-            actor.stop.remote()
-            deadline = now + END_S
+            actor.stop.remote(stopping[0])
+            deadline = now + LEAVE_S + (TERM_S if stopping[0] == signal.SIGTERM else CHECKPOINT_S)
         if deadline is not None and (now > deadline or len(stopping) > 1):
             say("the run has not ended in time; it is ended")
             return 130
@@ -196,7 +202,7 @@ def _watch(
         member.stop.remote()
     results = [result for name, (_, _, result) in at_work.items() if name not in due]
     if results:
-        ray.wait(results, num_returns=len(results), timeout=END_S)
+        ray.wait(results, num_returns=len(results), timeout=LEAVE_S)
     return _code(ray, code, "the run", say)
 
 

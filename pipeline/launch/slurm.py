@@ -28,9 +28,9 @@ export PENSTOCK_TERM_S=${{PENSTOCK_TERM_S:-120}}  # for the last checkpoint, so 
 cd {workdir} || exit 2
 {at_begin}again= stop=
 trap '[ -n "$again$stop" ] || kill -TERM $work; again=yes' USR1  # the time limit is near; twice would be at once
-trap '[ -n "$again$stop" ] || kill -TERM $work; stop=yes' INT  # somebody ends the run
+trap '[ -n "$again$stop" ] || kill -INT $work; stop=yes' INT  # somebody ends the run, and waits for its checkpoint
 trap 'kill -TERM $work' TERM  # Slurm takes the node, and may give another one
-{command} &
+(trap - INT; exec {command}) &  # bash has what is in the background ignore INT
 work=$!
 while :; do
   wait $work

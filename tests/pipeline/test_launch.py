@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema_rs
@@ -23,11 +27,13 @@ from penstock.pipeline.launch.ready import cluster_network
 from penstock.pipeline.resources.host import PROCESS_GIB, SPARE, host_needs, too_small
 from penstock.pipeline.resources.placement import joining_guests, seated
 from penstock.pipeline.resources.store_size import store_gib
+from penstock.pipeline.run import launcher
 from penstock.pipeline.run.folder import open_folder
 from penstock.pipeline.run.join import shares
 from penstock.protocols.messages import Ack, Hello, Refused
 from penstock.protocols.router_server import RouterServer
 from penstock.services.runtime import registry
+from tests.deploy.stack import until
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART, GRPO = ROOT / "configs" / "quickstart.yaml", ROOT / "configs" / "grpo-0.5b.yaml"
@@ -199,7 +205,7 @@ def test_partitions_are_looked_at_wherever_they_are_named(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(
-    "signal, code, asked",
+    "sent, code, asked",
     [
         ("USR1", 0, "requeue 7"),
         ("INT", 130, "scancel 8"),
@@ -211,11 +217,14 @@ def test_partitions_are_looked_at_wherever_they_are_named(tmp_path: Path, monkey
     ids=["time-limit", "told-to-stop", "preempted", "failed", "not-there-yet", "complete"],
 )
 def test_a_slurm_job_ends_as_it_should(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal: str | None, code: int, asked: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: str | None, code: int, asked: str
 ) -> None:
-    """The script itself, with a command that leaves with 130 when it is told to, as `penstock run` does."""
-    work = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(130)); print(1); "
-    work += "time.sleep(60)" if signal else f"sys.exit({code})"
+    """The script itself, with a command that leaves with 130 when it is told to, as `penstock run` does: by Ctrl-C's
+    signal, which lets it save for an hour, where somebody ends it."""
+    hears = 2 if sent == "INT" else 15
+    work = "import signal, sys, time; assert signal.getsignal(2) is not signal.SIG_IGN; "
+    work += f"signal.signal({hears}, lambda *_: sys.exit(130)); print(1); "
+    work += "time.sleep(60)" if sent else f"sys.exit({code})"
     command = [sys.executable, "-u", "-c", work]
     monkeypatch.setattr(slurm, "penstock", lambda *_: command)
     made = slurm.scripts(tmp_path, tmp_path, [Part("head", 1, 1, 0, 1, 1)], [])
@@ -229,8 +238,8 @@ def test_a_slurm_job_ends_as_it_should(
     job = subprocess.Popen(["bash", str(tmp_path / "slurm/head.sh")], stdout=subprocess.PIPE, env=env)
     assert job.stdout and job.stdout.readline() == b"1\n"
     time.sleep(0.1)
-    if signal:
-        subprocess.run(["kill", f"-{signal}", str(job.pid)], check=True)
+    if sent:
+        subprocess.run(["kill", f"-{sent}", str(job.pid)], check=True)
     assert job.wait(30) == (0 if asked.startswith("requeue") else code)
     said = tmp_path / "asked"
     assert (said.read_text().strip() if said.is_file() else "") == asked
@@ -273,6 +282,40 @@ def test_processes_on_a_ray_cluster_have_the_launching_shells_tokens(
     assert ray_cluster.Process(str(tmp_path), {**env, "PENSTOCK_TERM_S": "9"}).run([]) == 9
     has = (tmp_path / "env").read_text().splitlines()
     assert {"HF_TOKEN=a", "SERPER_KEY=e", f"PATH={os.environ['PATH']}"} <= set(has)
+
+
+def test_a_process_on_a_ray_cluster_is_told_to_stop_as_who_launched_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = tmp_path / "python"
+    work = "import signal, sys, time; signal.signal(2, lambda *_: sys.exit(130)); open('begun', 'w'); time.sleep(30)"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{work}"\n')
+    command.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(command))
+    process, codes = ray_cluster.Process(str(tmp_path), {}), list[int]()
+
+    def run() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as Ray does in all that it starts
+        codes.append(process.run([]))
+
+    running = threading.Thread(target=run)
+    running.start()
+    until("it has begun", lambda: (tmp_path / "begun").is_file(), 20)
+    process.stop(signal.SIGINT)
+    running.join(20)
+    assert codes == [130]
+
+
+def test_a_run_on_a_ray_cluster_has_an_hour_to_save_or_what_a_scheduler_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = list[float]()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        clock, told = itertools.count(0, 60.0), list[int]()
+        monkeypatch.setattr(ray_cluster.time, "monotonic", lambda clock=clock: next(clock))
+        ray = SimpleNamespace(wait=lambda *_, **__: ([], []))
+        head = SimpleNamespace(stop=SimpleNamespace(remote=told.append))
+        assert ray_cluster._watch(ray, ("head", head, None), [], [number], lambda _: None) == 130 and told == [number]
+        waited.append(next(clock))
+    assert waited[0] > 3600 > waited[1] > launcher.TERM_S
 
 
 # --- Kubernetes ------------------------------------------------------------------------------------------------------
