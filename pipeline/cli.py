@@ -12,8 +12,7 @@ from typing import Annotated, Optional
 import typer
 
 from penstock.pipeline.bench.cli import bench
-from penstock.pipeline.config import ConfigError, TinyModel, load
-from penstock.pipeline.config.origin import Origin
+from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.launch.cli import launch
 from penstock.pipeline.report.console import OwnConsole, RunConsole
 from penstock.pipeline.run.crashes import FULL
@@ -25,13 +24,14 @@ from penstock.pipeline.tools.merge import merge
 from penstock.pipeline.tools.page_cli import page
 from penstock.pipeline.tools.plan_cli import compose_env, plan_run
 from penstock.pipeline.tools.play_cli import play
+from penstock.pipeline.tools.prepare_cli import prepare
 from penstock.pipeline.tools.rollback import rollback
 from penstock.pipeline.tools.rollouts_cli import rollouts
 from penstock.pipeline.tools.simulate_cli import simulate
 from penstock.pipeline.tools.trace_cli import trace
 from penstock.protocols.keys import KeysError
 from penstock.services.runtime.errors import SetupError
-from penstock.services.runtime.plain import plain, visible
+from penstock.services.runtime.plain import visible
 
 app = typer.Typer(
     name="penstock",
@@ -209,45 +209,7 @@ def default_name(actor: str) -> str:
     return host if os.environ.get("PENSTOCK_ONE_PER_HOST") else f"{host}-{os.getpid()}"
 
 
-@app.command()
-def prepare(
-    file: FILE,
-    overrides: OVERRIDES = None,
-    folder: Annotated[Path, typer.Option(help="The run's folder.")] = Path("runs/served"),
-    looked: Annotated[bool, typer.Option(hidden=True)] = False,
-) -> None:
-    """Make FOLDER ready for actors that are started one by one: its config.yaml, and a tiny model with its warm start.
-
-    Looks at data, model and functions first, as `penstock run` does; what this machine lacks, GPUs and Redis among it,
-    may be another machine's, and is a note.
-    Said again, it makes a stopped or failed run ready to go on; for one that is complete it says so, and exits with 2.
-    `penstock run` does all of this by itself.
-
-    For instance: penstock prepare configs/quickstart.yaml trainer.steps=50 --folder runs/served
-    """
-    from penstock.pipeline.preflight.look import look
-    from penstock.pipeline.preflight.steps import counted
-    from penstock.pipeline.resources.host import to_scale, too_small
-    from penstock.pipeline.run.folder import began_in, open_folder
-    from penstock.services.runtime.install import in_container
-
-    config, line = counted(load(file, overrides), began_in(folder))
-    if line:
-        typer.echo(line, err=True)
-    if not looked:
-        report = look(config, folder)
-        report.problems += too_small(config, os.environ) + report.packages * in_container()
-        report.check(elsewhere=True)
-        for note in [*report.remarks, *to_scale(config, os.environ)]:
-            typer.echo(f"note: {plain(note)}", err=True)
-    for change in open_folder(config, folder, Origin(str(file.resolve()), tuple(overrides or ()))):
-        typer.echo(f"changed: {change}", err=True)
-    if isinstance(config.model, TinyModel) and not (folder / "model" / "config.json").is_file():
-        from penstock.pipeline.models.make_tiny import make_tiny  # imports torch
-
-        make_tiny(config, folder)
-    typer.echo(f"ready: {folder}")
-
+app.command("prepare")(prepare)
 
 RUN = Annotated[Path, typer.Argument(help="A run's folder.", show_default=False)]
 SOME_RUN = Annotated[Optional[Path], typer.Argument(help="A run's folder.", show_default=False)]  # noqa: UP045

@@ -187,20 +187,32 @@ def on_kubernetes(
     ] = None,
     gpus: Annotated[bool, typer.Option("--gpus/--no-gpus", help="Ask for GPUs.")] = True,
     each: EACH = 1,
+    look: Annotated[
+        bool,
+        typer.Option(
+            "--look/--no-look",
+            help="Look at all that the config names first; not where the image or the claim alone has it.",
+        ),
+    ] = True,
 ) -> None:
     """Print manifests for Kubernetes: Jobs for the run and its rollouts, a claim for its folder, a network policy.
 
     Applied again with the same config, a run that was stopped goes on. Code of your own belongs into the image.
 
     For instance: penstock launch kubernetes configs/grpo-0.5b.yaml --name first rollout.count=4 > run.yaml
-    then: kubectl apply -f run.yaml; kubectl logs -f job/penstock-first-head; kubectl delete -f run.yaml
+    then: kubectl apply -f run.yaml; kubectl logs -f job/penstock-first-head -c prepare (and, once that is done, -c run)
     """
     from penstock.pipeline.launch import kubernetes
     from penstock.pipeline.launch.parts import parts_of
-    from penstock.pipeline.launch.ready import spread
+    from penstock.pipeline.launch.ready import look_at, spread
 
     config = load(file, [*(overrides or []), *spread(load(file, overrides))])
     called = kubernetes.object_name(name or config.run.name or file.stem)
+    if look:
+        try:
+            look_at(OwnConsole(stderr=True), config, Path("runs") / called)
+        except ConfigError as error:
+            raise ConfigError(f"{error}\nwhere the image or the claim alone has what is wanted: --no-look") from None
     options = kubernetes.Options(
         called, image, namespace, claim, storage_class, storage, secret, prometheus, kubernetes.bounds(autoscale)
     )

@@ -280,7 +280,8 @@ def _pod(options: Options, kind: str, containers: list[Manifest], grace_s: int, 
 
 
 def _head(options: Options, part: Part, shm: str) -> list[Manifest]:
-    prepare = _container(options, "prepare", ["prepare", "/config/config.yaml", "--folder", options.folder], shm)
+    arguments = ["prepare", "/config/config.yaml", "--folder", options.folder, "--tell"]
+    prepare = _container(options, "prepare", arguments, shm)
     command = [*head_arguments(options.folder), f"broker.bind=tcp://$(POD_IP):{BROKER_PORT}", "weights.host=$(POD_IP)"]
     if options.autoscale:
         command.append(f"run.prometheus=0.0.0.0:{METRICS_PORT}")
@@ -288,9 +289,10 @@ def _head(options: Options, part: Part, shm: str) -> list[Manifest]:
 
 
 def _waiting(options: Options, shm: str) -> Manifest:
-    """Until the head's pod has made the run's folder."""
-    file = f"{options.folder}/config.yaml"
-    script = f"for i in $(seq {PATIENCE_S // 2}); do [ -f {file} ] && exit 0; sleep 2; done; echo no {file}; exit 1"
+    """Until the head's pod has made the run's folder, or has said there that it refuses to, as who joins then sees."""
+    file, refused = f"{options.folder}/config.yaml", f"{options.folder}/summary.json"
+    there = f"[ -f {file} ] || [ -f {refused} ]"
+    script = f"for i in $(seq {PATIENCE_S // 2}); do {there} && exit 0; sleep 2; done; echo no {file}; exit 1"
     return _container(options, "wait", [], shm) | {"command": ["sh", "-c", script]}
 
 

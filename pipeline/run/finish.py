@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from penstock.pipeline.page.build import write
-from penstock.pipeline.run.folder import run_name
+from penstock.pipeline.run.folder import make_folder, run_name
+from penstock.pipeline.run.lock import is_live
 from penstock.pipeline.run.resume import committed
 from penstock.pipeline.run.summary import finite, mean_of_last, read_summary, steps_of, summarize
 from penstock.protocols.messages import LedgerReply
+from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.files import write_whole
 
 log = structlog.get_logger()
@@ -53,6 +57,21 @@ def give_up(folder: Path, error: str) -> None:
         _write(folder, dict(finite(found | ends)))
     except OSError as failed:
         log.error("no summary", error=str(failed))
+
+
+@contextmanager
+def told(folder: Path, tell: bool) -> Iterator[None]:
+    """With ``tell``, what a run in ``folder`` is refused for inside is its outcome: whoever waits to join it goes by
+    that. Not of a run that is at work, or that has come to its end."""
+    try:
+        yield
+    except SetupError as error:
+        if tell and not is_live(folder):
+            make_folder(folder, "--folder")
+            if (read_summary(folder) or {}).get("outcome") == "interrupted":  # which it was when it was to go on
+                (folder / "summary.json").unlink()
+            give_up(folder, str(error))
+        raise
 
 
 def _write(folder: Path, summary: dict[str, Any]) -> None:

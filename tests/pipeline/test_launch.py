@@ -18,7 +18,9 @@ import jsonschema_rs
 import pytest
 import yaml
 from rich.console import Console
+from typer.testing import CliRunner
 
+from penstock.pipeline.cli import app
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.launch import kubernetes, ray_cluster, ready, slurm
@@ -340,10 +342,35 @@ def test_manifests_are_valid_and_join_one_run() -> None:
     assert rollout["backoffLimit"] == 4 * head["backoffLimit"], "an eviction is a failure"
     assert rollout["parallelism"] == 4 and "completions" not in rollout  # one that ends well ends them all
     pod = head["template"]["spec"]
-    assert pod["initContainers"][0]["args"] == ["prepare", "/config/config.yaml", "--folder", "/penstock/runs/first"]
+    assert pod["initContainers"][0]["args"] == [
+        "prepare",
+        "/config/config.yaml",
+        "--folder",
+        "/penstock/runs/first",
+        "--tell",
+    ]
     assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 2}
     config = yaml.safe_load(found["ConfigMap", "penstock-first"]["data"]["config.yaml"])
     assert config["run"]["elsewhere"] == ["rollout"] and config["rollout"]["count"] == 4
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "summary.json"])
+def test_pods_that_join_wait_until_the_run_is_there_or_is_refused(tmp_path: Path, name: str) -> None:
+    pod = objects(spread(GRPO))["Job", "penstock-first-rollout"]["spec"]["template"]["spec"]
+    script = pod["initContainers"][0]["command"][2].replace("/penstock/runs/first", str(tmp_path))
+    waits = subprocess.Popen(["sh", "-c", script.replace("sleep 2", "sleep 0.1")])
+    time.sleep(0.2)
+    assert waits.poll() is None
+    (tmp_path / name).touch()
+    assert waits.wait(20) == 0
+
+
+@pytest.mark.parametrize(("look", "code"), [((), 2), (("--no-look",), 0)])
+def test_what_cannot_work_is_told_before_pods_hold_gpus(look: tuple[str, ...], code: int) -> None:
+    command = ["launch", "kubernetes", str(QUICKSTART), "reward.functions=[{function: 'mine:none'}]", *look]
+    done = CliRunner().invoke(app, command)
+    assert ("kind: Job" in done.output) == (code == 0), done.output
+    assert ("--no-look" in str(done.exception)) == (code == 2)
 
 
 @pytest.mark.parametrize("file", [QUICKSTART, GRPO, ROOT / "configs" / "grpo-8b.yaml"], ids=lambda file: file.stem)

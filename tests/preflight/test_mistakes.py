@@ -17,9 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.forking import ForkServer
+from penstock.pipeline.run.join import FailedError, join
+from penstock.pipeline.run.lock import came_to
 
 CONFIG = """
 model: {type: tiny, warm_start: {steps: 2}}
@@ -759,14 +762,17 @@ def test_prepare_tells_what_is_lacking_and_refuses_a_package_that_an_image_lacks
     given = [REWARD.format("mine:good"), "run.trackers=[mlflow]", "trainer.device=cuda"]
 
     def prepare(**environment: str) -> subprocess.CompletedProcess[str]:
-        command = penstock("prepare", "config.yaml", *given, "--folder", "made")
+        command = penstock("prepare", "config.yaml", *given, "--folder", "made", "--tell")
         env = {**os.environ, **WITHOUT, **environment}
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
 
     refused = prepare(PENSTOCK_ONE_PER_HOST="1")
     wanted = "run.trackers: mlflow is not installed; run: PENSTOCK_EXTRAS=mlflow docker compose build"
-    assert refused.returncode == 2 and wanted in refused.stderr and not (tmp_path / "made").exists()
+    assert refused.returncode == 2 and wanted in refused.stderr and not (tmp_path / "made" / "config.yaml").exists()
+    with pytest.raises(FailedError, match="run.trackers: mlflow is not installed"):  # at once, who waits to join it
+        join(Console(), tmp_path / "made", "rollout", None, "here", 60.0, [])
     done = prepare()
     assert done.returncode == 0, done.stderr
+    assert came_to(tmp_path / "made") is None, "mended, it begins"
     for lack in ("run.trackers: mlflow is not installed", "trainer.device: cuda is asked for"):
         assert f"note: on this machine: {lack}" in done.stderr
