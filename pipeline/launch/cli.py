@@ -88,6 +88,7 @@ def on_slurm(
         for name, text in made.items():
             typer.echo(f"# --- {folder / name}\n{text}")
         return
+    slurm.check_left(folder)
     make_ready(console, config, origin, folder)
     slurm.write(folder, made)
     shown = Path(os.path.relpath(folder))

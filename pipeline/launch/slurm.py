@@ -89,6 +89,27 @@ def submit(folder: Path, parts: list[Part]) -> dict[str, str]:
     return jobs
 
 
+def check_left(folder: Path) -> None:
+    """Raises `ConfigError` where the run's own job is in Slurm's queue yet, and so goes on by itself: two would take
+    the run, and those that join it, from each other."""
+    try:
+        job = head_file(folder).read_text().strip()
+        state = _ask("squeue", "--noheader", "--format=%T", "--jobs", job)
+    except FileNotFoundError:
+        return
+    except ConfigError as error:
+        if "Invalid job id" in str(error):
+            return
+        raise
+    if state:
+        jobs = " ".join(dict.fromkeys([job, *members_file(folder).read_text().split()]))
+        end = f"scancel --batch --signal=INT {job}" if state == "RUNNING" else f"scancel {jobs}"
+        raise ConfigError(
+            f"--resume: job {job} of the run in {folder} is in the queue yet ({state}), and goes on with it by itself; "
+            f"what it waits for: scontrol show job {job}; to go on otherwise end it first: {end}"
+        )
+
+
 def members_file(folder: Path) -> Path:
     """The numbers of the jobs that join, a line each."""
     return folder / "slurm" / "members"
@@ -130,7 +151,7 @@ def told(folder: Path, shown: Path, parts: list[Part], jobs: dict[str, str]) -> 
         lines.append(f"more:   sbatch --array={part.tasks}-{2 * part.tasks - 1} {shown}/slurm/{part.kind}.sh")
     lines.append(f"stop:   scancel --batch --signal=INT {jobs['head']}    (saves a checkpoint, and all leave)")
     lines.append(f"drop:   scancel {' '.join(jobs.values())}    (at once, or while it waits in the queue)")
-    lines.append(f"go on:  penstock launch slurm --resume {shown}")
+    lines.append(f"go on:  penstock launch slurm --resume {shown}    (once it has left the queue)")
     return lines
 
 

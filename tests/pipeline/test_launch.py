@@ -247,6 +247,30 @@ def test_a_slurm_job_ends_as_it_should(
     assert (said.read_text().strip() if said.is_file() else "") == asked
 
 
+def test_a_run_whose_own_job_is_in_the_queue_is_not_submitted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squeue, folder = tmp_path / "squeue", tmp_path / "run"
+    open_folder(load(QUICKSTART), folder, Origin(str(QUICKSTART), ()))
+    slurm.write(folder, slurm.scripts(folder, tmp_path, [Part("head", 1, 1, 0, 1, 1)], []))
+    slurm.head_file(folder).write_text("7")
+    slurm.members_file(folder).write_text("8\n8\n9\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def asked(answer: str, exit_code: int = 0) -> str:
+        squeue.write_text(f"#!/bin/sh\necho '{answer}' >&{1 + bool(exit_code)}; exit {exit_code}\n")
+        squeue.chmod(0o755)
+        command = ["launch", "slurm", "--resume", str(folder), "--no-gpus", "--network", "127.0.0.0/8"]
+        return str(CliRunner().invoke(app, command).exception)
+
+    assert "job 7 of the run in" in (said := asked("PENDING")) and "first: scancel 7 8 9" in said
+    assert "first: scancel --batch --signal=INT 7" in asked("RUNNING")
+    assert "squeue: it is down" in asked("it is down", 1)
+    assert slurm.members_file(folder).read_text() == "8\n8\n9\n", "who has joined yet"
+    for answer, exit_code in (("", 0), ("slurm_load_jobs error: Invalid job id specified", 1)):
+        assert "sbatch: not found" in asked(answer, exit_code)
+
+
 @pytest.mark.parametrize(("queue", "code"), [("7", 0), ("", 75), ("slurm_load_jobs error: Invalid job id", 75)])
 def test_who_would_join_leaves_where_the_runs_own_job_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: str, code: int
