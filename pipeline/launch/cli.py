@@ -93,7 +93,7 @@ def on_slurm(
     slurm.write(folder, made)
     shown = Path(os.path.relpath(folder))
     try:
-        jobs = slurm.submit(folder, parts)
+        jobs = slurm.submit(folder, parts, config.store.url)
     except ConfigError as error:
         raise ConfigError(f"{error}\nthe run is ready: penstock launch slurm --resume {shown}") from None
     for line in slurm.told(folder, shown, parts, jobs):
@@ -147,7 +147,7 @@ def on_ray(
     make_ready(console, config, origin, folder)
     console.print(f"run folder: {folder}", highlight=False, markup=False, soft_wrap=True)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    code = ray_cluster.launch(folder, Path.cwd(), parts, handed, address, say)
+    code = ray_cluster.launch(folder, Path.cwd(), parts, handed, config.store.url, address, say)
     if code and (read_summary(folder) or {}).get("outcome") != "complete":
         say(f"go on with: penstock launch ray --resume {shlex.quote(str(folder))}")
     raise typer.Exit(code)

@@ -20,6 +20,7 @@ from typing import Any
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.launch.parts import Part, head_arguments, member_arguments
 from penstock.pipeline.run.launcher import CHECKPOINT_S, TERM_S
+from penstock.pipeline.run.resume import STORE
 from penstock.services.runtime.install import install
 from penstock.services.runtime.processes import with_parent
 
@@ -32,8 +33,8 @@ HANDED_ON = (
     *(word for name in ("http", "https", "all", "no") for word in (f"{name}_proxy", f"{name}_proxy".upper())),
 )  # fmt: skip
 """What the processes of a run have from the shell that launches it: patterns of environment variables."""
-OF_ITS_OWN = ("PENSTOCK_HEALTH_FILE", "PENSTOCK_ONE_PER_HOST", "PENSTOCK_CLAIM_GPUS", "PENSTOCK_FOLDERS*")
-"""But what these say is of the launching machine, or its container."""
+OF_ITS_OWN = ("PENSTOCK_HEALTH_FILE", "PENSTOCK_ONE_PER_HOST", "PENSTOCK_CLAIM_GPUS", "PENSTOCK_FOLDERS*", STORE)
+"""But what these say is of the launching machine, or its container; or the run's alone."""
 LOOK_S = 1.0
 AGAIN_S = 10.0
 """Until one that has failed is started again."""
@@ -91,11 +92,18 @@ def _is_like(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def launch(
-    folder: Path, workdir: Path, parts: list[Part], env: dict[str, str], address: str | None, say: Callable[[str], None]
+    folder: Path,
+    workdir: Path,
+    parts: list[Part],
+    env: dict[str, str],
+    store: str | None,
+    address: str | None,
+    say: Callable[[str], None],
 ) -> int:
     """Runs ``parts``, the head first, with the environment variables ``env``, on the cluster at ``address`` (None: the
-    one that this machine is part of), until the head ends; returns its exit code. SIGINT and SIGTERM, which it is told
-    as they came, have it save a checkpoint first. Raises `ConfigError` where there is no cluster, or no room."""
+    one that this machine is part of), until the head ends; returns its exit code. ``store``: a store's URL with its
+    password, for the head alone. SIGINT and SIGTERM, which it is told as they came, have it save a checkpoint first.
+    Raises `ConfigError` where there is no cluster, or no room."""
     ray = _ray()
     stopping: list[int] = []
     try:
@@ -105,7 +113,9 @@ def launch(
     previous = {number: signal.signal(number, lambda n, _f: stopping.append(n)) for number in (2, 15)}
     try:
         group = _reserve(ray, parts, stopping)
-        (name, actor, _, code), *members = _start(ray, group, folder, workdir, parts, env)
+        (name, actor, _, code), *members = _start(
+            ray, group, folder, workdir, parts, env, {STORE: store} if store else {}
+        )
         say(f"placed: {', '.join(part.words for part in parts)}")
         return _watch(ray, (name, actor, code), members, stopping, say)
     finally:
@@ -137,13 +147,16 @@ def _resources(part: Part) -> dict[str, int]:
     return {"CPU": part.cpus} | ({"GPU": part.gpus} if part.gpus else {})
 
 
-def _start(ray: Any, group: Any, folder: Path, workdir: Path, parts: list[Part], env: dict[str, str]) -> list[Started]:
+def _start(
+    ray: Any, group: Any, folder: Path, workdir: Path, parts: list[Part], env: dict[str, str], of_head: dict[str, str]
+) -> list[Started]:
     """An actor in each bundle, at work: its name, itself, its command's arguments, and what it will return."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     started, bundle = [], 0
     for part in parts:
         for task in range(part.tasks):
+            head = part.kind == "head"
             actor = (
                 ray.remote(Process)
                 .options(
@@ -154,9 +167,10 @@ def _start(ray: Any, group: Any, folder: Path, workdir: Path, parts: list[Part],
                     max_concurrency=2,  # stop() comes while run() is at work
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
                 )
-                .remote(str(workdir), env)  # as a runtime_env Ray's dashboard and logs would show it
+                .remote(
+                    str(workdir), env | of_head if head else env
+                )  # as a runtime_env Ray's dashboard and logs would show it
             )
-            head = part.kind == "head"
             name = part.kind if head else f"{part.kind}-{task}"
             arguments = head_arguments(str(folder)) if head else member_arguments(str(folder), part, str(task))
             started.append((name, actor, arguments, actor.run.remote(arguments)))

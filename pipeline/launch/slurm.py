@@ -6,6 +6,7 @@ near its time limit has the run save a checkpoint, and is queued again.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.launch.parts import Part, head_arguments, member_arguments
 from penstock.pipeline.run.command import penstock
+from penstock.pipeline.run.resume import STORE
 
 WARNING_S = 180
 """Before the time limit: for the step in hand, and a checkpoint of it."""
@@ -70,14 +72,16 @@ def write(folder: Path, made: dict[str, str]) -> None:
     members_file(folder).write_text("")
 
 
-def submit(folder: Path, parts: list[Part]) -> dict[str, str]:
-    """The numbers of the jobs, by what they are. The first is the run: the others begin when it does. Raises
+def submit(folder: Path, parts: list[Part], store: str | None = None) -> dict[str, str]:
+    """The numbers of the jobs, by what they are. The first is the run: the others begin when it does. ``store``: a
+    store's URL with its password, which the run's job has from the environment that Slurm hands on. Raises
     `ConfigError` where Slurm refuses one."""
     jobs: dict[str, str] = {}
     try:
         for part in parts:
             after = [f"--dependency=after:{jobs['head']}"] if jobs else []
-            said = _ask("sbatch", "--parsable", *after, str(folder / f"slurm/{part.kind}.sh"))
+            env = {STORE: store} if store and part.kind == "head" else {}
+            said = _ask("sbatch", "--parsable", *after, str(folder / f"slurm/{part.kind}.sh"), **env)
             jobs[part.kind] = said.partition(";")[0]
             if part.kind == "head":
                 head_file(folder).write_text(jobs["head"])
@@ -199,9 +203,11 @@ def _quoted(option: str) -> str:
     return f'{name}="{value}"' if apart else option
 
 
-def _ask(*command: str) -> str:
+def _ask(*command: str, **env: str) -> str:
+    """What a command of Slurm's says, with ``env`` beside our environment; the store is not everybody's."""
+    ours = {name: value for name, value in os.environ.items() if name != STORE}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
+        done = subprocess.run(command, env=ours | env, capture_output=True, text=True, timeout=ANSWER_S)
     except FileNotFoundError:
         raise ConfigError(
             f"{command[0]}: not found: this machine is no part of a Slurm cluster; --dry-run --gpus (or --no-gpus) "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.config.origin import Origin, key_of, read
-from penstock.pipeline.config.passwords import HIDDEN
+from penstock.pipeline.config.passwords import HIDDEN, hide_password
 from penstock.pipeline.preflight.steps import counted
 from penstock.pipeline.run.summary import check_run, read_summary
 from penstock.services.runtime.lines import read_lines
@@ -30,6 +31,8 @@ FILE = re.compile(r"prompts\.(train|eval|eval_given)(\..+)?\.files\.\d+")
 NOWHERE = ("run.name", "run.folder")
 """Where a run lies is known by then."""
 ABSENT = "not given"
+STORE = "PENSTOCK_STORE"
+"""Environment variable: a store's URL with its password, which is written down nowhere."""
 
 
 def resumed(folder: Path, file: Path | None, overrides: list[str] | None) -> tuple[Config, Origin, list[str]]:
@@ -50,15 +53,24 @@ def resumed(folder: Path, file: Path | None, overrides: list[str] | None) -> tup
             said = changes(counted(load(file, overrides), began)[0], counted(config, began)[0])
             kept = [f"{change} (given at an earlier start, which holds; {file.name} says otherwise)" for change in said]
     if config.store.url and HIDDEN in config.store.url:
-        raise ConfigError(
-            f"store.url: {config.store.url}: its password is not kept in the run's folder; give it again, e.g. "
-            "store.url=redis://USER:PASSWORD@HOST:6379/0"
-        )
+        config = config.model_copy(update={"store": config.store.model_copy(update={"url": _store(config.store.url)})})
     asked_now = any(key_of(override) == "trainer.steps" for override in overrides or [])
     config, _ = counted(config, None if asked_now else began)
     check_fixed(began, config)
     check_left(folder, config)
     return config, origin, [*changes(began, config), *kept]
+
+
+def _store(url: str) -> str:
+    """The store whose ``url`` has no password any more: the one that the environment names. Raises `ConfigError`."""
+    given = os.environ.get(STORE, "")
+    if hide_password(given) == url:
+        return given
+    other = f" ({STORE} is {hide_password(given)})" if given else ""
+    raise ConfigError(
+        f"store.url: {url}: its password is not kept in the run's folder; give it again, as store.url or as the "
+        f"environment variable {STORE}{other}, e.g. {STORE}=redis://USER:PASSWORD@HOST:6379/0"
+    )
 
 
 def committed(folder: Path) -> int:

@@ -29,7 +29,7 @@ from penstock.pipeline.run.launcher import InterruptedRunError, RunError, ends
 from penstock.pipeline.run.launcher import run as launch
 from penstock.pipeline.run.lock import held
 from penstock.pipeline.run.programs import Programs, of_their_own, started, too_few_gpus
-from penstock.pipeline.run.resume import committed, complete, how_to_go_on, resumed
+from penstock.pipeline.run.resume import STORE, committed, complete, how_to_go_on, resumed
 from penstock.services.runtime.plain import plain, visible
 
 COMPLETE, FAILED, SETUP, INTERRUPTED = 0, 1, 2, 130
@@ -56,6 +56,7 @@ def start(
     if file is None and resume is None:
         raise ConfigError("give a config, e.g. penstock run configs/quickstart.yaml, or a run's folder with --resume")
     config, origin, changed = laid_out(file, overrides, resume)
+    os.environ.pop(STORE, None)  # the broker is told, and nobody else that is started
     folder = resume or new_folder(config, Path(file or ""))
     if resume and not dry_run and (summary := complete(folder, config)):
         more = f"to go on, {how_to_go_on(config, summary)}"

@@ -368,7 +368,8 @@ class StoreConfig(Section):
 
     url: str | None = Field(None, pattern=r"^(redis|rediss|unix)://")
     """Address of a Redis of your own: ``redis://…``, ``rediss://…`` (TLS) or ``unix://…``, e.g.
-    ``redis://10.1.0.7:6379/0``. null: a private server in the run's folder."""
+    ``redis://10.1.0.7:6379/0``. null: a private server in the run's folder. A password in it is written down nowhere:
+    who goes on with the run gives the address again, here or as the environment variable PENSTOCK_STORE."""
     fsync: Literal["always", "everysec"] = "always"
     """When the private server writes its file through to the disk: at every write, or once a second, which a power cut
     may cost."""

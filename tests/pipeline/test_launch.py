@@ -247,6 +247,21 @@ def test_a_slurm_job_ends_as_it_should(
     assert (said.read_text().strip() if said.is_file() else "") == asked
 
 
+def test_the_runs_own_job_alone_is_told_a_stores_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [Part("head", 1, 1, 0, 1, 1), Part("rollout", 2, 1, 0, 1, 1)]
+    made = slurm.scripts(tmp_path, tmp_path, parts, [])
+    slurm.write(tmp_path, made)
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f'#!/bin/sh\necho "$PENSTOCK_STORE" >> {tmp_path}/told; echo 7\n')
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PENSTOCK_STORE", "redis://me:typed@10.1.0.7/0")
+    slurm.submit(tmp_path, parts, "redis://me:secret@10.1.0.7/0")
+    assert (tmp_path / "told").read_text().splitlines() == ["redis://me:secret@10.1.0.7/0", ""]
+    assert not any("secret" in text for text in made.values())
+    assert not ray_cluster.handed_on(os.environ, []).keys() & {"PENSTOCK_STORE"}
+
+
 def test_a_run_whose_own_job_is_in_the_queue_is_not_submitted_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,7 +207,7 @@ def test_a_run_whose_prompts_have_ended_goes_on_with_more_of_them(folder: Path) 
         resumed(folder, None, ["prompts.shuffle=false"])
 
 
-def test_the_password_of_a_store_is_asked_for_again(folder: Path) -> None:
+def test_the_password_of_a_store_is_asked_for_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = load(folder / "config.yaml", ["store.url=redis://me:secret@host:1/0"])
     (folder / "config.yaml").write_text(dump(stored))
     assert "secret" not in (folder / "config.yaml").read_text()
@@ -215,6 +215,13 @@ def test_the_password_of_a_store_is_asked_for_again(folder: Path) -> None:
         resumed(folder, None, [])
     config, _, changed = resumed(folder, None, ["store.url=redis://me:other@host:1/0"])
     assert config.store.url == "redis://me:other@host:1/0" and not changed
+    monkeypatch.setenv("PENSTOCK_STORE", "redis://me:other@elsewhere:1/0")
+    with pytest.raises(ConfigError, match=r"give it again, .* \(PENSTOCK_STORE is redis://me:\*\*\*@elsewhere:1/0\)"):
+        resumed(folder, None, [])
+    monkeypatch.setenv("PENSTOCK_STORE", "redis://me:another@host:1/0")  # as a cluster hands it on
+    config, _, changed = resumed(folder, None, [])
+    assert config.store.url == "redis://me:another@host:1/0" and not changed
+    assert "another" not in dump(config)
     check_fixed(stored, config)
 
 
