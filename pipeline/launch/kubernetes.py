@@ -308,6 +308,7 @@ def _container(options: Options, name: str, arguments: list[str], shm: str) -> M
     return {
         "name": name,
         "image": options.image,
+        **({"imagePullPolicy": "Always"} if _is_pulled(options.image) else {}),
         "args": arguments,
         "env": [
             *({"name": key, "valueFrom": {"fieldRef": {"fieldPath": path}}} for key, path in from_pod.items()),
@@ -328,6 +329,12 @@ def _container(options: Options, name: str, arguments: list[str], shm: str) -> M
             {"name": "shm", "mountPath": "/dev/shm"},
         ],
     }
+
+
+def _is_pulled(image: str) -> bool:
+    """It comes from a registry, by a tag, which may be another image's by now: nodes would keep the one that they had.
+    One without a registry was loaded into the nodes."""
+    return "/" in image and "@" not in image and not image.startswith("localhost/")
 
 
 def _resources(part: Part) -> Manifest:

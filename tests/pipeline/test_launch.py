@@ -393,6 +393,20 @@ def test_manifests_are_valid_and_join_one_run() -> None:
     assert config["run"]["elsewhere"] == ["rollout"] and config["rollout"]["count"] == 4
 
 
+def test_an_image_that_was_built_again_is_pulled_again() -> None:
+    for image, policy in (
+        ("registry.lab:5000/penstock:gpu", "Always"),
+        ("lab/penstock:gpu", "Always"),
+        (f"registry.lab/penstock@sha256:{'0' * 64}", None),
+        ("penstock:gpu", None),
+        ("localhost/penstock:gpu", None),
+    ):
+        made = kubernetes.manifests(spread(GRPO), parts_of(spread(GRPO), True), kubernetes.Options("first", image))
+        pods = [item["spec"]["template"]["spec"] for item in yaml.safe_load_all(made) if item["kind"] == "Job"]
+        given = [container for pod in pods for container in (*pod["initContainers"], *pod["containers"])]
+        assert len(given) == 4 and {container.get("imagePullPolicy") for container in given} == {policy}
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "summary.json"])
 def test_pods_that_join_wait_until_the_run_is_there_or_is_refused(tmp_path: Path, name: str) -> None:
     pod = objects(spread(GRPO))["Job", "penstock-first-rollout"]["spec"]["template"]["spec"]
