@@ -112,7 +112,7 @@ class Exporter(Collector):
 
     def _actors(self, members: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
         every = [({"actor": name, "kind": row["kind"]}, row) for name, row in members.items()]
-        kinds = [row["kind"] for row in members.values()]
+        kinds = ["broker", *(row["kind"] for row in members.values())]  # which is whoever serves this
         there = {kind: kinds.count(kind) for kind in {*kinds, *self._wanted}}
         yield _gauge("actors", "Actors that are here, by kind.", _named(there, "kind"))
         yield _gauge("actors_wanted", "Actors that the config asks for.", _named(self._wanted, "kind"))

@@ -72,6 +72,7 @@ def test_a_run_serves_what_the_broker_knows_and_sends_the_life_of_each_group(tmp
     there = {s.labels["kind"]: s.value for s in found["penstock_actors"]}
     wanted = {s.labels["kind"]: s.value for s in found["penstock_actors_wanted"]}
     assert there["trainer"] == 1 and there["rollout"] == wanted["rollout"] == 2
+    assert not [kind for kind, count in wanted.items() if there[kind] < count], "no alert without a cause"
     assert {s.labels["actor"] for s in found["penstock_actor_silent_seconds"]} >= {"trainer", "rollout-0"}
     assert {"busy"} <= {s.labels["gauge"] for s in found["penstock_actor"]}
     run.wait()
