@@ -53,6 +53,8 @@ def what_is_wrong(errors: Sequence[Any], skip: int = 0) -> str:
     told = []
     for each in errors[:3]:
         where, what = ".".join(map(str, each["loc"][skip:])), each["msg"].removeprefix("Value error, ")
+        if each["type"] == "json_invalid":  # of FastAPI, which says where by a number alone
+            where, what = "", f"the body is no JSON: {each['ctx']['error']}, behind character {where}"
         told.append(f"{where}: {what}" if where else what)
     return "; ".join(said if len(said) <= MOST_SAID else f"{said[:MOST_SAID]}…" for said in told)
 

@@ -437,11 +437,15 @@ def test_bad_requests_cost_themselves(house: House, tmp_path: Path) -> None:
             for path, body, status in wrong:
                 answer = await http.post(path, json=body)
                 assert (answer.status_code, bool(answer.json()["error"]["message"])) == (status, True), path
-            assert (await http.post(f"{own}/finish", content=b"{no json")).status_code == 422
+            broken = await http.post(f"{own}/finish", content=b"{no json")
+            assert broken.status_code == 422 and "the body is no JSON: " in broken.json()["error"]["message"]
             assert (await http.post(f"{own}/finish", content=b" " * (17 << 20))).status_code == 413
             endless = http.post(f"{own}/finish", content=_endless())
             assert (await endless).status_code == 411, "nobody reads a body that does not say how long it is"
-            assert (await http.post(f"{own}/finish", json={"reward": 1.0})).status_code == 200
+            curl = {"content": b'{"reward": 1.0}', "headers": {"content-type": "application/x-www-form-urlencoded"}}
+            page = {"origin": "https://example.org"} | curl["headers"]
+            assert (await http.post(f"{own}/finish", **curl | {"headers": page})).status_code == 422
+            assert (await http.post(f"{own}/finish", **curl)).status_code == 200
             await opened(url, http)
             waited = await http.post(f"{url}/v1/sessions", json={"wait_s": 0})
             assert waited.status_code == 503 and float(waited.headers["retry-after"]) > 0
