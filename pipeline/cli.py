@@ -16,6 +16,7 @@ from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.launch.cli import launch
 from penstock.pipeline.report.console import OwnConsole, RunConsole
 from penstock.pipeline.run.crashes import FULL
+from penstock.pipeline.tools.agents_cli import agents
 from penstock.pipeline.tools.arguments import FILE, OVERRIDES
 from penstock.pipeline.tools.doctor_cli import doctor
 from penstock.pipeline.tools.join_cli import join
@@ -68,6 +69,7 @@ def command(
 app.add_typer(doctor, name="doctor")
 app.add_typer(keys, name="keys")
 app.command("join")(join)
+app.command("agents")(agents)
 app.command("play")(play)
 app.command("page")(page)
 app.command("merge")(merge)
@@ -339,23 +341,6 @@ def replay(
     from penstock.pipeline.tools.recompute import recompute
 
     raise typer.Exit(0 if recompute(OwnConsole(), run, step) else 1)
-
-
-@app.command()
-def agents(
-    run: RUN,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON object.")] = False,
-) -> None:
-    """List the sessions that agents have in a run with gateways: turns, tokens, silence, last error.
-
-    For instance: penstock agents runs/agent
-    """
-    from penstock.pipeline.tools.agents import sessions, show
-
-    if as_json:
-        typer.echo(json.dumps(sessions(run)))
-    else:
-        show(OwnConsole(), run)
 
 
 if __name__ == "__main__":

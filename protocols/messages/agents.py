@@ -9,11 +9,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from penstock.protocols.experience import Branches, Bytes, Finish, Prompt, Purpose, Sampling
 from penstock.protocols.messages.base import Message
 
-NOTE = "note"
+NOTE, SESSION = "note", "session"
 MOST_WAIT_S = 300.0
 """That a gateway waits for a session to be free before it says that none is."""
 UNANSWERED = "rollouts, of which none has answered"
 """How `TurnAnswer.error` ends where a turn may be answered when it is asked for again."""
+
+
+def session_name(purpose: str, number: int, place: int, life: int) -> str:
+    """What agents call the session of that ``place`` in group ``number``. Another life has another name."""
+    return f"{purpose}-{number}-{place}-{life}"
 
 
 class TurnKey(BaseModel):

@@ -10,6 +10,7 @@ import structlog
 from penstock.protocols import messages as m
 from penstock.services.broker import best_version, clock, scoring
 from penstock.services.broker.agents import AgentDesk
+from penstock.services.broker.awaited import WHERE
 from penstock.services.broker.batches import free_covered
 from penstock.services.broker.handlers import Handlers
 from penstock.services.broker.scheduler import Scheduler
@@ -237,7 +238,7 @@ class Broker:
             progress.stall = None
             return
         reason = stall_reason(state)
-        if reason != progress.stall:
+        if reason.partition(WHERE)[0] != (progress.stall or "").partition(WHERE)[0]:  # agents take turns by the second
             log.error("stall", step=state.groups.ledger.committed, since_s=round(now - progress.at), reason=reason)
         progress.stall = reason
 

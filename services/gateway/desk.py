@@ -137,7 +137,7 @@ class Desk:
 
     def rows(self) -> list[dict[str, Any]]:
         """Live sessions, for people."""
-        return [held.row() for held in self._held.values() if WHO.get().sees(held.owner)]
+        return [held.row(self.config) for held in self._held.values() if WHO.get().sees(held.owner)]
 
     def gauges(self) -> dict[str, float]:
         """For the dashboard."""

@@ -21,6 +21,7 @@ from penstock.protocols import wire
 from penstock.protocols.experience import as_bytes
 from penstock.protocols.mailbox import DeadlineError, RefusedError
 from penstock.protocols.messages import Lease, Message, Note, TurnKey
+from penstock.protocols.messages.agents import SESSION, session_name
 from penstock.services.gateway.errors import AgentError, refused
 from penstock.services.gateway.pictures import digests
 from penstock.services.gateway.replies import Replies
@@ -44,7 +45,7 @@ class Records:
     async def keep(self, work: Work, session: Session, what: dict[str, Any]) -> None:
         """Of the session. Raises `AgentError`."""
         whole = {"life": session.life, "spared": session.spared} | what
-        await self._keep(work, f"session.{session.place}", whole)
+        await self._keep(work, f"{SESSION}.{session.place}", whole)
 
     async def keep_reward(self, work: Work, session: Session, turn: int, reward: float) -> None:
         """Of a turn. Raises `AgentError`."""
@@ -80,8 +81,8 @@ class Records:
 
 
 def session_id(lease: Lease, session: Session) -> str:
-    """What agents call it. Another life has another name."""
-    return f"{lease.purpose}-{lease.number}-{session.place}-{session.life}"
+    """What agents call it."""
+    return session_name(lease.purpose, lease.number, session.place, session.life)
 
 
 def at_the_end(session: Session, owner: str) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def restore(work: Work, replies: Replies) -> None:
     work.files |= {digest: data.tobytes() for (kind, _, digest), data in named if kind == PICTURE}
     ended: list[tuple[Session, dict[str, Any]]] = []
     for session in work.sessions:
-        kept = lease.records.get(f"session.{session.place}")
+        kept = lease.records.get(f"{SESSION}.{session.place}")
         if kept is None:
             continue
         state = wire.unpack(kept.tobytes())

@@ -104,16 +104,25 @@ class Held:
             return f"its agent was silent for gateway.idle_s={config.idle_s:g} s"
         return ""
 
-    def row(self) -> dict[str, Any]:
+    def given_on_s(self, config: GatewayConfig) -> float | None:
+        """Seconds until another is to have it, if nothing more is heard; None: never, as its agent waits for us."""
+        if self.heard is not None:
+            return self.heard + config.lost_s - time.monotonic()
+        return None if self.questions.pending else self.touched + config.idle_s - time.monotonic()
+
+    def row(self, config: GatewayConfig) -> dict[str, Any]:
         """For people."""
+        left = self.given_on_s(config)
         turns = self.session.turns.values()
         return {
             "session": self.id,
             "key": self.owner,
             "turns": len(turns),
             "tokens": sum(len(turn.given) + len(turn.answer.tokens) for turn in turns),
+            "by": "HTTP" if self.heard is None else "AgentClient",
             "waiting": self.questions.pending,
             "silent_s": round(time.monotonic() - self.touched, 1),
+            "given_on_s": None if left is None else round(max(0.0, left), 1),
             "error": self.error,
         }
 

@@ -475,6 +475,14 @@ def test_sessions_are_listed_beside_a_gateway_that_is_silent_and_through_no_prox
         assert row["session"] == session["session"] and row["turns"] == 1 and row["tokens"] > 8 and not row["error"]
         shown = await asyncio.to_thread(runner.invoke, cli.app, ["agents", str(tmp_path)])
         assert "1 sessions" in shown.output and session["session"] in shown.output
+        idle_s = house.desk.config.idle_s
+        assert row["by"] == "HTTP" and idle_s - 30 < row["given_on_s"] <= idle_s
+        for wrong in (False, True):
+            again = await asyncio.to_thread(
+                runner.invoke, cli.app, ["agents", str(tmp_path), "--abandon", session["session"]]
+            )
+            said = str(again.exception) if wrong else again.output
+            assert ("no agent has a session" if wrong else f"{session['session']} is given on") in said, said
         (tmp_path / "gateways" / "gateway-0.json").unlink()
         told = await asyncio.to_thread(runner.invoke, cli.app, ["agents", str(tmp_path)])
         assert "gateway-1 does not answer" in str(told.exception)

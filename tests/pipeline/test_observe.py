@@ -106,7 +106,10 @@ def test_a_broker_that_has_left_is_no_error_as_long_as_its_run_is_there(
         Run(tmp_path).status()
 
 
-SESSION = {"session": 1, "key": "a", "turns": 1, "tokens": 2, "waiting": 0, "silent_s": 0.5, "error": "\x1b[2Jred"}
+SESSION = {
+    "session": 1, "key": "a", "by": "HTTP", "turns": 1, "tokens": 2, "waiting": 0, "silent_s": 0.5, "given_on_s": None,
+    "error": "\x1b[2Jred",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("answer", ["{}", "[7]", "[{}]", "<html>", "", None, json.dumps([SESSION])])

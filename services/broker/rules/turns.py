@@ -59,6 +59,9 @@ class Turns:
     def __len__(self) -> int:
         return len(self.open)
 
+    def __iter__(self) -> Iterator[Turn]:
+        return iter(self._open.values())
+
     def ask(self, group: Group, key: Hashable, session: Hashable, request: Any, asked_by: tuple[str, int]) -> Turn:
         """Somebody waits for a turn. One that is open already gets a new asker, and is done over where it is not the
         same ``request``."""
