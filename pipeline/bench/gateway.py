@@ -137,7 +137,7 @@ def _tools(console: Console, config: Path, folder: Path, lag: int, steps: int, t
     _played(
         config, folder, name, [sessions, 0, tool_s],
         [
-            f"gateway.sessions={sessions}", f"gate.groups_per_step={GROUPS}", f"gate.max_lag={lag}",
+            f"gateway.sessions={sessions}", f"gate.groups_per_step={GROUPS}", f"gate.max_lag={lag}", "gate.window=1",
             f"trainer.steps={count}",
         ],
     )  # fmt: skip

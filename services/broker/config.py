@@ -228,7 +228,9 @@ class GateConfig(Section):
     groups_per_step: int = Field(32, ge=1)
     """B: groups in a training step. With 32 groups of 8 trajectories a step learns from 256 answers."""
     window: int = Field(1, ge=1)
-    """W: a finished group may overtake W - 1 unfinished ones, e.g. ``8``. 1 keeps strict order."""
+    """W: a finished group may be trained on while it is at most W - 1 places behind the oldest unfinished one, e.g.
+    ``33``; 1 keeps strict order. With k * groups_per_step + 1 a slow group lets k steps pass before it holds up the
+    run, and max_lag must be k or more; up to groups_per_step it may hold up the very next step."""
 
     prefetch: int | None = Field(None, ge=1)
     """Groups that may be leased, scored or ready beyond the step in training, e.g. ``32``. null: as many as max_lag

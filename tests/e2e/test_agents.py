@@ -24,9 +24,9 @@ from tests.e2e.runs import ROOT, Run, check_promises
 
 CONFIG = ROOT / "configs" / "agent.yaml"
 TINY = [
-    "trainer.steps=6", "gate.groups_per_step=4", "gate.prefetch=8", "prompts.eval=null", "model.warm_start.steps=2",
-    "model.warm_start.batch=16", "rollout.sampling.n=4", "replay.archive=all", "gateway.http=127.0.0.1:0",
-    "gateway.bind=tcp://127.0.0.1:0", "rollout.count=2",
+    "trainer.steps=6", "gate.groups_per_step=4", "gate.window=1", "gate.prefetch=8", "prompts.eval=null",
+    "model.warm_start.steps=2", "model.warm_start.batch=16", "rollout.sampling.n=4", "replay.archive=all",
+    "gateway.http=127.0.0.1:0", "gateway.bind=tcp://127.0.0.1:0", "rollout.count=2",
 ]  # fmt: skip
 TOOL: Any = {"type": "function", "function": {"name": "reveal", "parameters": {"type": "object"}}}
 
