@@ -70,7 +70,8 @@ def _learned(state: dict[str, Any], steps: Rows) -> Iterator[str]:
 def _rewards(state: dict[str, Any]) -> Iterator[str]:
     for said in state["rewards"].values():
         if said["failed"]:
-            last = f"; the last one {said['last'].partition(' ')[2]}" if said["last"] else ""
+            told = "; the last: " in said["words"]  # as of agents
+            last = f"; the last one {said['last'].partition(' ')[2]}" if said["last"] and not told else ""
             yield f"{said['source']}: {said['words']}{last}"
 
 

@@ -13,6 +13,11 @@ from penstock.services.broker.rules.replay_buffer import Replay
 from penstock.services.broker.state import BrokerState
 from penstock.services.broker.tally import Tally
 
+OF_AGENTS = "reward environment"
+"""What the column of an environment's reward is called; in a run of agents they are that."""
+MOST_SAID = 300
+"""Characters of what an agent said last."""
+
 
 def stall_reason(state: BrokerState) -> str:
     """What keeps the next step from being completed, in words."""
@@ -96,8 +101,17 @@ def rewards(state: BrokerState) -> dict[str, dict[str, Any]]:
         )
         if failed > tally.failed:
             said |= {"failed": failed, "words": f"{failed} calls failed" + f", {late} of them timed out" * bool(late)}
-        found[column.name] = said
+        by_agents = state.settings.agents and column.source == OF_AGENTS
+        found[column.name] = _of_agents(said) if by_agents and said["failed"] else said
     return found
+
+
+def _of_agents(said: dict[str, Any]) -> dict[str, Any]:
+    """Where agents are the environment, nobody calls a function: sessions came to nothing, and it is their programs
+    that say why."""
+    words = said["words"].replace("calls failed", "sessions gave no reward")
+    why = said["last"].partition(" ")[2][:MOST_SAID]
+    return said | {"source": "agents", "words": f"{words}; the last: {why}" if why else words}
 
 
 def queues(state: BrokerState) -> dict[str, int]:

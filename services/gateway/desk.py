@@ -334,7 +334,8 @@ class Desk:
                 return
             given_out = held.life + 1 - held.session.spared
             if held.taken and given_out >= self.config.attempts:
-                await self._settle(held, {"reward": 0.0, "failure": f"given out {given_out} times: {reason}"})
+                failure = f"given out {given_out} times (gateway.attempts): {reason}"
+                await self._settle(held, {"reward": 0.0, "failure": failure})
                 return
             log.info("a session begins anew", session=held.id, reason=reason)
             held.questions.cancel()

@@ -282,7 +282,10 @@ def test_a_session_whose_end_is_refused_is_given_up(house: House, monkeypatch: p
     monkeypatch.setattr(playing, "PAUSE_S", 0.01)
     score = played(house, Measuring(), {}, groups=1)
     assert (score.played, score.given_up) == (0, 4)
-    assert all("given out 2 times: metrics: 'accuracy/all'" in t.failure for t in made(house, 0).trajectories)
+    assert all(
+        "given out 2 times (gateway.attempts): metrics: 'accuracy/all'" in t.failure
+        for t in made(house, 0).trajectories
+    )
 
 
 def test_a_run_that_has_ended_is_told_at_once(tmp_path: Path) -> None:
