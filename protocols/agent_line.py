@@ -16,6 +16,7 @@ from typing import Any
 from penstock.protocols import messages as m
 from penstock.protocols.keys import ClientKeys, load_client
 from penstock.protocols.mailbox import LATE_S, DeadlineError, Mailbox, answer_to, incarnation_of
+from penstock.protocols.run_lock import holder, is_of_before
 
 BEAT_S = 3.0
 LOOK_S = 2.0
@@ -71,7 +72,7 @@ class Line:
 
     def check_over(self) -> None:
         """Raises `RunOver` where the run's folder says that it has ended: nobody is left to answer."""
-        if self.folder and (self.folder / "summary.json").exists() and not list(self.folder.glob("gateways/*.json")):
+        if self.folder and _came_to(self.folder) and not list(self.folder.glob("gateways/*.json")):
             raise _over(self.folder)
 
     def say(self, message: m.Message, deadline_s: float) -> Any:
@@ -117,38 +118,53 @@ class Search:
     """For one of the gateways of a run, which the run's folder names once it is under way, or the one at an address."""
 
     def __init__(self, gateway: str | Path, keys: ClientKeys | None) -> None:
-        self._gateway, self._keys, self._since, self._told = gateway, keys, time.monotonic(), False
+        self._gateway, self._keys, self._told = gateway, keys, False
+        self._began = self._since = time.monotonic()
 
     def look(self) -> Line | None:
         """To the gateway; None where there is none yet, which is said once, on stderr, after `TELL_S`. Raises
-        `RunOver`, or `FileNotFoundError` `START_S` after the search began."""
+        `RunOver`, or `FileNotFoundError` `START_S` after the search began, or, of a run that `penstock run` prepares
+        on this machine, after that was done; at once where the folder around the run's is not there either."""
         if (folder := _folder(self._gateway)) is None:
             return Line(self._gateway, str(self._gateway), self._keys)
         if files := sorted((folder / "gateways").glob("*.json")):
             own = folder / "keys" / "client.json"
             keys = self._keys or (load_client(own).to_reach() if own.is_file() else None)
             return Line(self._gateway, json.loads(random.choice(files).read_text())["zmq"], keys)
-        if _has_ended(folder):
+        if _came_to(folder) not in (None, "interrupted"):  # such a one may go on
             raise _over(folder)
-        waited_s = time.monotonic() - self._since
-        if waited_s > START_S:
+        whole = folder.absolute()
+        if not folder.is_dir() and not folder.parent.is_dir():
+            raise FileNotFoundError(f"{whole}: no such folder, nor is {whole.parent} one; give a run's folder")
+        if preparing := _is_prepared(folder):
+            self._since = time.monotonic()
+        if time.monotonic() - self._since > START_S:
             raise FileNotFoundError(
-                f"{folder}/gateways: no gateway for {START_S:g} s; is it the folder of a run with gateway.count above "
+                f"{whole}/gateways: no gateway for {START_S:g} s; is it the folder of a run with gateway.count above "
                 "0, under way?"
             )
-        if waited_s > TELL_S and not self._told:
+        if time.monotonic() - self._began > TELL_S and not self._told:
             self._told = True
             why = "none is there yet" if folder.is_dir() else "no such folder"
-            sys.stderr.write(f"waiting up to {START_S:g} s for a gateway in {folder}: {why}\n")
+            how = "while the run is prepared" if preparing else f"up to {START_S:g} s"
+            sys.stderr.write(f"waiting {how} for a gateway in {whole}: {why}\n")
         return None
 
 
-def _has_ended(folder: Path) -> bool:
-    """Not where it was interrupted: it may go on."""
+def _is_prepared(folder: Path) -> bool:
+    """A `penstock run` of this machine is at work there, and its broker is not there yet: as long as a model's warm
+    start takes."""
+    address = folder / "broker.address"
+    return holder(folder) is not None and (not address.exists() or is_of_before(folder, address))
+
+
+def _came_to(folder: Path) -> str | None:
+    """How the run has ended; None where it has not, or somebody goes on with it."""
+    summary = folder / "summary.json"
     try:
-        return json.loads((folder / "summary.json").read_text()).get("outcome") != "interrupted"
+        return None if is_of_before(folder, summary) else str(json.loads(summary.read_text()).get("outcome"))
     except FileNotFoundError:
-        return False
+        return None
 
 
 def _over(folder: Path) -> RunOver:

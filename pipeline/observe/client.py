@@ -16,11 +16,11 @@ from rich.console import Console
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.observe.terminal import View
 from penstock.pipeline.run.folder import address_of, client_file
-from penstock.pipeline.run.lock import holder
 from penstock.protocols.connection import is_address
 from penstock.protocols.keys import ClientKeys, load_client
 from penstock.protocols.mailbox import DeadlineError, Mailbox, RefusedError, incarnation_of
 from penstock.protocols.messages import Bye, Heartbeat, Hello, Status, StatusRequest
+from penstock.protocols.run_lock import holder
 
 DEADLINE_S = 5.0
 SILENT_S = 60.0

@@ -14,8 +14,9 @@ from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.config.origin import read as read_origin
 from penstock.pipeline.config.origin import write as write_origin
 from penstock.pipeline.run import crashes
-from penstock.pipeline.run.lock import LOCK, is_live, is_of_before
+from penstock.pipeline.run.lock import is_live
 from penstock.pipeline.run.resume import changes, check_fixed, complete
+from penstock.protocols.run_lock import LOCK, is_of_before
 from penstock.services.runtime import device_turn
 from penstock.services.runtime.files import write_whole
 

@@ -15,8 +15,8 @@ import psutil
 
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.run.summary import read_summary
+from penstock.protocols.run_lock import LOCK, holder, is_of_before
 
-LOCK = "run.lock"
 RETRY_S = 1.0
 LIVE_S = 10.0
 LOOK_S = 3.0
@@ -52,15 +52,6 @@ def held(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
             file.truncate(0)
 
 
-def is_of_before(folder: Path, file: Path) -> bool:
-    """A `penstock run` of this machine is at work in ``folder``, and ``file`` there is of an earlier start: it was
-    written before this one took the lock."""
-    try:
-        return holder(folder) is not None and file.stat().st_mtime_ns < (folder / LOCK).stat().st_mtime_ns
-    except OSError:
-        return False
-
-
 def came_to(folder: Path) -> dict[str, Any] | None:
     """The summary of the run in ``folder`` as it is now: None while it is not over, or goes on and looks at its setup
     yet."""
@@ -75,15 +66,6 @@ def _take(file: IO[str], folder: Path) -> bool:
     except OSError:  # a file system that knows no locks
         return holder(folder) is None and not is_live(folder)
     return True
-
-
-def holder(folder: Path) -> int | None:
-    """The process of `penstock run` that is at work in ``folder``; None where there is none."""
-    try:  # the lock itself is left alone: who tries it keeps others from starting
-        pid, began = (folder / LOCK).read_text().split()
-        return int(pid) if psutil.Process(int(pid)).create_time() == float(began) else None
-    except (OSError, ValueError, psutil.Error):
-        return None
 
 
 def is_live(folder: Path) -> bool:

@@ -19,8 +19,10 @@ import uvicorn
 from typer.testing import CliRunner
 
 from penstock.pipeline import cli
+from penstock.pipeline.run.lock import held
 from penstock.protocols import agent_line
 from penstock.protocols.agent_client import AgentClient, AgentRefusedError, AsyncAgentClient, RunOver
+from penstock.protocols.agent_line import Search
 from penstock.protocols.experience import Group
 from penstock.services.gateway import bodies
 from penstock.services.gateway.access import Access
@@ -519,6 +521,11 @@ def test_who_comes_after_the_runs_end_is_told_so_and_who_comes_early_holds_up_no
     with pytest.raises(FileNotFoundError):  # such a run may go on
         AgentClient(stopped)
     assert max(asyncio.run(beside())) < 1.5
+    with held(over):  # somebody goes on with it
+        Search(over, None).look()
+        (over / "summary.json").write_text('{"outcome": "complete"}')
+        with pytest.raises(RunOver):
+            Search(over, None).look()
 
 
 def test_an_agent_that_waits_for_a_run_says_so_once(
@@ -530,6 +537,21 @@ def test_an_agent_that_waits_for_a_run_says_so_once(
         with pytest.raises(FileNotFoundError, match="is it the folder of a run with gateway.count above 0"):
             AgentClient(folder)
         assert capsys.readouterr().err == f"waiting up to 1 s for a gateway in {folder}: {why}\n"
+    with pytest.raises(FileNotFoundError, match=f"^{tmp_path}/no/where: no such folder, nor is {tmp_path}/no one"):
+        AgentClient(tmp_path / "no" / "where")
+    search = Search(tmp_path, None)
+    with held(tmp_path):
+        for _ in range(2):
+            search._since = search._began = time.monotonic() - 10.0  # so long it has looked
+            assert search.look() is None
+        assert (
+            capsys.readouterr().err
+            == f"waiting while the run is prepared for a gateway in {tmp_path}: none is there yet\n"
+        )
+        (tmp_path / "broker.address").touch()
+        search._since -= 10.0
+        with pytest.raises(FileNotFoundError):  # it has begun, and has no gateway
+            search.look()
 
 
 def test_the_zeromq_client(house: House) -> None:

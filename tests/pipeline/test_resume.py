@@ -22,10 +22,11 @@ from penstock.pipeline.config.origin import Origin, read, write
 from penstock.pipeline.run import lock
 from penstock.pipeline.run.data_rows import changed_rows
 from penstock.pipeline.run.folder import begin, claim, named, new_folder, run_key, run_name
-from penstock.pipeline.run.lock import held, holder, is_live
+from penstock.pipeline.run.lock import held, is_live
 from penstock.pipeline.run.resume import check_fixed, complete, how_to_go_on, resumed
 from penstock.pipeline.run.start import start
 from penstock.pipeline.run.summary import read_summary
+from penstock.protocols.run_lock import holder
 from penstock.services.broker.tracker_libraries import run_id
 from penstock.services.runtime.user_folders import FIRST, VARIABLE, find_file
 
