@@ -244,7 +244,7 @@ class AgentClient:
 def _open(line: Line, deadline: float) -> Future[m.Message]:
     """Asks for a session. The gateway waits for one, but not longer than a line should be silent."""
     wait_s = min(max(0.0, deadline - time.monotonic()), OPEN_S)
-    return line.ask(m.AgentOpen(wait_s=wait_s), wait_s + GRACE_S)
+    return line.ask(m.AgentOpen(wait_s=line.patience(wait_s)), wait_s + GRACE_S)
 
 
 def _opened(line: Line, asked: Future[m.Message], deadline: float) -> m.AgentOpened | None:

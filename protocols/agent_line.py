@@ -8,6 +8,7 @@ import json
 import random
 import secrets
 import sys
+import threading
 import time
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -25,6 +26,9 @@ START_S = 120.0
 """How long a client waits for a run to be under way."""
 TELL_S = 3.0
 """After which it says that it waits."""
+QUIET_S, FIRST_S = 8.0, 3.0
+"""A gateway that has said nothing for so long since it was first asked may never; and how long it may then wait for a
+task before it says that there is none."""
 
 
 class AgentRefusedError(RuntimeError):
@@ -56,10 +60,23 @@ class Line:
         """Those that are open: said with every heartbeat."""
         self._numbers = itertools.count()
         self._name = secrets.token_hex(8)
+        self._quiet: threading.Timer | None = None
 
     def ask(self, message: m.Message, deadline_s: float) -> Future[m.Message]:
-        """What is answered, as a future."""
+        """What is answered, as a future. Where the gateway is silent from the first on, that is told on stderr."""
+        if self._quiet is None:
+            self._quiet = threading.Timer(QUIET_S, self._tell_quiet)
+            self._quiet.daemon = True
+            self._quiet.start()
         return self._mailbox.ask_later(message, deadline_s)
+
+    def patience(self, most_s: float) -> float:
+        """Seconds that the gateway may wait before it answers: of one that was never heard of ``most_s`` is long."""
+        return min(most_s, FIRST_S) if self._mailbox.unheard else most_s
+
+    def _tell_quiet(self) -> None:
+        if words := self._mailbox.unheard:
+            sys.stderr.write(f"waiting for the gateway at {self._mailbox.address}: it {words}\n")
 
     def take(self, session: str) -> None:
         """Says that it is open here, at once and with every heartbeat."""
@@ -102,6 +119,8 @@ class Line:
 
     def close(self) -> None:
         """Hangs up."""
+        if self._quiet:
+            self._quiet.cancel()
         self._mailbox.close()
 
 

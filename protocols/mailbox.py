@@ -205,6 +205,13 @@ class Mailbox:
         """Puts something of the actor's own into its inbox."""
         self.inbox.put(event)
 
+    @property
+    def unheard(self) -> str:
+        """Why nothing may have come from there yet, in words; empty: something has."""
+        elsewhere = "is it another machine's loopback, or " * is_loopback(self.address)
+        why = f"has answered nothing so far: {elsewhere}are keys missing, wrong, or not wanted there?"
+        return "" if self._heard else why
+
     def close(self, linger_s: float = 2.0) -> None:
         """Sends what is queued, then closes."""
         self._closing.set()
@@ -351,9 +358,7 @@ class Mailbox:
         return True
 
     def _overdue(self, line: Connection, waiting: dict[int, _Request], now: float) -> None:
-        elsewhere = "is it another machine's loopback, or " * is_loopback(self.address)
-        why = f"; it has answered nothing so far: {elsewhere}are keys missing, wrong, or not wanted there?"
-        never = "" if self._heard else why
+        never = f"; it {self.unheard}" if self.unheard else ""
         for request_id, request in list(waiting.items()):
             if now >= request.deadline.at:
                 del waiting[request_id]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from penstock.pipeline import cli
 from penstock.pipeline.harness.ack_server import ack_server
-from penstock.protocols import agent_client
+from penstock.protocols import agent_client, agent_line
 from penstock.protocols import keys as curve
 from penstock.protocols import messages as m
 from penstock.protocols.agent_client import AgentClient, AgentRefusedError, AsyncAgentClient
@@ -224,10 +224,11 @@ def test_a_named_key_does_not_open_the_broker(run: Path) -> None:
 
 @pytest.mark.parametrize("with_key", [False, True])
 def test_an_agent_that_a_gateway_does_not_let_in_is_told_in_time(
-    run: Path, monkeypatch: pytest.MonkeyPatch, with_key: bool
+    run: Path, monkeypatch: pytest.MonkeyPatch, with_key: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without a key where one is needed, and with one where nobody has keys."""
     monkeypatch.setattr(agent_client, "GRACE_S", 1.0)
+    monkeypatch.setattr(agent_line, "QUIET_S", 0.3)
     own = load_client(run / "keys" / "client.json")
     with (
         ack_server(RouterServer("tcp://127.0.0.1:*", None if with_key else own.to_serve())) as gateway,
@@ -235,6 +236,8 @@ def test_an_agent_that_a_gateway_does_not_let_in_is_told_in_time(
         pytest.raises(DeadlineError, match=r"so far: is it another machine's loopback, or are keys missing"),
     ):
         client.session(wait_s=0.5)
+    told = capsys.readouterr().err
+    assert told.startswith(f"waiting for the gateway at {gateway.address}: it has answered nothing so far: is it"), told
 
 
 @pytest.mark.parametrize(
