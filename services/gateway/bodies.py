@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.services.gateway.access import Access
+from penstock.services.gateway.access import WHO, Access, Visitor
 from penstock.services.gateway.address import let_in, shown_in
 from penstock.services.gateway.errors import AgentError
 
@@ -35,10 +37,11 @@ def largest_body(max_length: int | None, pictures: bool) -> int:
 
 class Bodies:
     """Middleware that has the whole of a body before anybody looks at it. What is behind it can see at any moment
-    whether the agent is still there, which Starlette's own base for middleware hides."""
+    whether the agent is still there, which Starlette's own base for middleware hides. ``find`` is told of a session
+    that is spoken of in what is refused (`Desk.find`)."""
 
-    def __init__(self, app: ASGIApp, access: Access, largest: int) -> None:
-        self._app, self._access, self._largest = app, access, largest
+    def __init__(self, app: ASGIApp, access: Access, largest: int, find: Callable[[str], Awaitable[object]]) -> None:
+        self._app, self._access, self._largest, self._find = app, access, largest, find
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -46,13 +49,24 @@ class Bodies:
             await self._app(scope, receive, send)
             return
         try:
-            who, _session = let_in(self._access, shown_in(Headers(scope=scope)))
+            who, session = let_in(self._access, shown_in(Headers(scope=scope)))
             if not TURNLESS.search(scope["path"]):
-                who.check_turns()  # before anybody takes the time to read what is refused
+                await self._check_turns(who, scope["path"], session)
             with who.holds(_size(scope, self._largest), HELD):
                 await self._with_body(await _body(receive), scope, receive, send)
         except AgentError as error:
             await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+
+    async def _check_turns(self, who: Visitor, path: str, session: str) -> None:
+        """Before anybody takes the time to read what is refused; its session's agent has said a word all the same.
+        Raises `AgentError`."""
+        try:
+            who.check_turns()
+        except AgentError:
+            WHO.set(who)
+            with suppress(AgentError):
+                await self._find(path.split("/")[2] if path.startswith("/s/") else session)
+            raise
 
     async def _with_body(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         told = False
@@ -64,7 +78,7 @@ class Bodies:
             told = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        await self._app(scope | {"headers": _as_json(scope["headers"])}, again, send)
+        await self._app({**scope, "headers": _as_json(scope["headers"])}, again, send)
 
 
 def _as_json(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -26,7 +26,7 @@ class GatewayConfig(Section):
     """Sessions that one gateway holds at most, e.g. ``512``: at least a group's."""
     idle_s: float = Field(600.0, gt=0)
     """Seconds without a request from an agent that speaks HTTP alone after which its session is given to another, from
-    the start."""
+    the start, e.g. ``120``: more than its tools take, and than the 60 after which a key with a quota may ask again."""
     lost_s: float = Field(30.0, gt=0)
     """Seconds without a heartbeat from its `AgentClient` after which a session is given to another; what speaks HTTP
     alone has none."""

@@ -115,7 +115,8 @@ def make_app(desk: Desk, model: str, access: Access) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _nowhere)
     app.add_exception_handler(Exception, _failed)
-    app.add_middleware(Bodies, access=access, largest=largest_body(desk.max_length, desk.config.pictures))
+    largest = largest_body(desk.max_length, desk.config.pictures)
+    app.add_middleware(Bodies, access=access, largest=largest, find=desk.find)
     app.include_router(_session_routes(desk))
     for routes in (model_routes(desk, model), openai_routes(desk, model), anthropic_routes(desk, model)):
         app.include_router(routes, prefix="/s/{session}", dependencies=[Depends(in_path)])

@@ -80,7 +80,11 @@ def test_over_http_a_key_sees_its_own_sessions_and_takes_no_more_than_it_may(run
             assert {each.status_code for each in several} == {429} and more.json()["error"]["code"] == "quota"
             assert int(more.headers["retry-after"]) > 0
             chat = f"/s/{opened['session']}/v1/chat/completions"
-            turns = [await asked(alice, chat, {"messages": SAY}) for _ in range(3)]
+            turns = [await asked(alice, chat, {"messages": SAY}) for _ in range(2)]
+            (held,) = house.desk._held.values()
+            said_at, held.touched = held.touched, 0.0
+            turns.append(await asked(alice, chat, {"messages": SAY}))
+            assert held.touched > said_at, "what is refused is a word of its agent, too"
             assert [each.status_code for each in turns] == [200, 200, 429]
             assert 0 < int(turns[-1].headers["retry-after"]) <= 60, "whole seconds, as HTTP has them"
             assert (await asked(bob, chat, {"messages": SAY})).status_code == 404, "not his"
