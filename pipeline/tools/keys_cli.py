@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from datetime import UTC, datetime, timedelta
@@ -64,7 +65,11 @@ def add(
     write_whole(kept, key.model_dump_json() + "\n", mode=0o600)
     console = OwnConsole()
     console.print(f"over HTTP: {shown}", soft_wrap=True, highlight=False)
-    zmq = f'AgentClient("tcp://…", keys="{file}")' if guest else "gateway.bind is on the loopback, and asks for no keys"
+    zmq = (
+        f'AgentClient("{_address(run)}", keys="{file}")'
+        if guest
+        else "gateway.bind is on the loopback, and asks for no keys"
+    )
     console.print(f"over ZeroMQ: {zmq}", soft_wrap=True, highlight=False, markup=False)
 
 
@@ -98,6 +103,15 @@ def revoke(run: RUN, name: NAME) -> None:
     if not kept.exists():
         raise ConfigError(f"NAME: there is no key {name!r}; penstock keys list {run} has them")
     kept.unlink()
+    typer.echo(f"{name} is revoked")
+
+
+def _address(run: Path) -> str:
+    """Where the run's first gateway is reached, as far as is known."""
+    try:
+        return str(json.loads(min((run / "gateways").glob("*.json")).read_text())["zmq"])
+    except (OSError, ValueError, KeyError):  # none is there yet, or any more
+        return "tcp://…"
 
 
 def _folder(run: Path) -> Path:

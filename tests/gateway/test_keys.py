@@ -62,8 +62,11 @@ def http_key(output: str) -> dict[str, str]:
 
 
 def test_over_http_a_key_sees_its_own_sessions_and_takes_no_more_than_it_may(run: Path, house: House) -> None:
-    alice = http_key(keys("add", str(run), "alice", "--sessions", "1", "--turns-per-minute", "2"))
-    bob = http_key(keys("add", str(run), "bob", "--days", "3"))
+    (run / "gateways").mkdir()
+    (run / "gateways" / "gateway-0.json").write_text('{"zmq": "tcp://10.1.0.7:8421"}')
+    added = keys("add", str(run), "alice", "--sessions", "1", "--turns-per-minute", "2")
+    assert 'AgentClient("tcp://10.1.0.7:8421", keys="alice.keys.json")' in added
+    alice, bob = http_key(added), http_key(keys("add", str(run), "bob", "--days", "3"))
     listed = keys("list", str(run))
     assert "alice" in listed and "bob" in listed
 
@@ -93,7 +96,7 @@ def test_over_http_a_key_sees_its_own_sessions_and_takes_no_more_than_it_may(run
             assert (await asked(own, chat, {"messages": SAY})).status_code == 200, "the owner's are all"
             (row,) = (await http.get("/v1/sessions", headers=own)).json()
             assert row["key"] == "alice" and not (await http.get("/v1/sessions", headers=bob)).json()
-            keys("revoke", str(run), "alice")
+            assert keys("revoke", str(run), "alice") == "alice is revoked\n"
             assert (await asked(alice, chat, {"messages": SAY})).status_code == 401
             assert (await asked({}, chat, {"messages": SAY})).status_code == 401
 
