@@ -188,6 +188,8 @@ class _Join:
             supervisor.stop(spec.grace_s, lambda: len(self._interrupted) > 1)
             if spec.kind == "trainer":
                 shared_memory.remove_leftovers(run_key(self._folder))
+        if self._interrupted:
+            self._say(f"told to leave: {', '.join(child.name for child in supervisor.children)} left the run")
 
     def _wait_for_the_other(self, mailbox: Mailbox, kind: str, dead_after_s: float) -> None:
         """A run has one ``kind``: two would take each other's place again and again. One that has just died is missed

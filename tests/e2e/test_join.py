@@ -45,6 +45,7 @@ def test_rollouts_come_and_go_and_the_run_does_not_mind(tmp_path: Path) -> None:
     until(lambda: "rollout-two-1" in run.actors(), "two more")
     first.send_signal(signal.SIGTERM)
     assert first.wait(30) == 130
+    assert "told to leave: rollout-one-0 left the run" in (tmp_path / "first").read_text()
     summary = run.wait()
     check_promises(summary)
     assert summary["steps"] == 150
