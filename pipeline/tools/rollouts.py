@@ -30,7 +30,9 @@ def rollouts(run: str | Path, step: int | None = None) -> Iterator[dict[str, Any
     table, groups = archived(run, step)
     for number, group, columns in groups:
         by_token = of_tokens(group, columns, table)
-        yield from rows(number, group, {name: v for name, v in columns.items() if name not in by_token})
+        found = rows(number, group, {name: v for name, v in columns.items() if name not in by_token})
+        for row, trajectory in zip(found, group.trajectories, strict=True):
+            yield row | ({"turns": list(trajectory.turns)} if trajectory.turns else {})
 
 
 def archived(

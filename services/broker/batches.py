@@ -21,8 +21,8 @@ from penstock.services.runtime.errors import SetupError
 
 log = structlog.get_logger()
 
-SAMPLED_STEPS = 40
-"""Samples are kept of about this many steps."""
+SAMPLED_STEPS, FIRST_STEPS = 40, 5
+"""Samples are kept of about this many steps, and of the first ones."""
 
 
 def batch_for(state: BrokerState, step: Step, learner: str) -> m.Batch:
@@ -77,11 +77,17 @@ def _read(state: BrokerState, step: Step, partial: bool = False) -> m.Batch:
     return m.Batch(step=step.step, seed=step.seed, max_lag=step.max_lag, groups=groups, committed=committed)
 
 
+def is_sampled(step: int, steps: int) -> bool:
+    """Of a run of so many ``steps`` this one is among some: the first ones, whose answers one wants to see soon, and
+    `SAMPLED_STEPS` or a few more over all of it."""
+    return step < FIRST_STEPS or step % max(1, steps // SAMPLED_STEPS) == 0
+
+
 def _record_samples(state: BrokerState, step: int, groups: list[m.TakenGroup]) -> None:
     keep = state.settings.replay.samples
     if not state.recorder.wants_samples(step):
         return
-    if keep == "some" and step % max(1, state.steps_to_come // SAMPLED_STEPS):
+    if keep == "some" and not is_sampled(step, state.steps_to_come):
         return
     kept: list[dict[str, Any]] = []
     pictures: list[bytes] = []

@@ -351,7 +351,7 @@ class ReplayConfig(Section):
     samples: Literal["some", "all"] | Annotated[int, Field(ge=0, strict=True)] = "some"
     """Trajectories that are written to samples.jsonl, a flat row each (``pandas.read_json("samples.jsonl",
     lines=True, dtype=False)``): ``all``; those of N groups of every step (e.g. ``2``); or ``some``: the best and the
-    worst of a group in about 40 steps of the run, as the report shows them."""
+    worst of a group in the first 5 steps and about 40 others of the run, as the report shows them."""
     filter: FilterConfig = NoFilter()
     """Which groups are left out once they are judged, and others generated instead, e.g.
     ``{type: range, column: reward/exact_match}``. A kind's name alone is enough where it needs nothing else:

@@ -6,9 +6,14 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
+from penstock.services.broker.batches import is_sampled
 from penstock.services.broker.recorder import Recorder
 from penstock.services.broker.seen import FOLDER, name_of
 from penstock.services.broker.trackers import Trackers
+
+
+def test_some_steps_are_the_first_and_others_over_the_whole_run() -> None:
+    assert [step for step in range(31) if is_sampled(step, 400)] == [0, 1, 2, 3, 4, 10, 20, 30]
 
 
 def test_pictures_that_cannot_be_kept_cost_no_row_and_no_broker(tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def test_what_a_trajectory_was_shown_is_on_the_page_and_in_files_that_its_row_na
     folder = run(tmp_path, CONFIG, [taken])
     make_model(folder)
     first, second = rollouts(folder)
+    assert first["response"] == "ab" and first["turns"] == ["a", "b"], "what is the policy's own is told apart"
     assert [len(row["pictures"]) for row in (first, second)] == [1, 2] and second["pictures"][0] == first["pictures"][0]
     assert [(folder / "pictures" / name).read_bytes() for name in second["pictures"]] == [red, green]
     (shown,) = groups_of(folder)
