@@ -59,7 +59,7 @@ async def work(client: penstock.AsyncAgentClient) -> None:
     while True:
         try:
             session = await client.session(wait_s=300)
-            async with session, AsyncOpenAI(base_url=session.base_url, api_key="none") as model:
+            async with session, AsyncOpenAI(base_url=session.base_url, api_key="none", max_retries=10) as model:
                 await session.finish(reward=await play(model, session))
         except penstock.RunOver:
             return
