@@ -121,7 +121,7 @@ class View:
         lag = f"{metrics['lag_mean']:.2f}" if metrics else "-"
         return (
             f"{phase}: step {state['step']}/{state['steps']}  {name} {value}  lag {lag} (bound {state['max_lag']})  "
-            f"queues leased={queues['leased']} unscored={queues['unscored']} ready={queues['ready']}  "
+            f"groups leased={queues['leased']} unscored={queues['unscored']} ready={queues['ready']}  "
             f"{_tokens_per_s(state):,.0f} tok/s  restarts {restarts}"
             + "".join(f"  {words}" for words in _failing(state))
             + (f"  stall: {state['stall']}" if state["stall"] else "")
@@ -144,7 +144,7 @@ class View:
             if metrics
             else "-",
             "mismatch": _mismatch(metrics),
-            "queues": "  ".join(f"{name} {depth}" for name, depth in queues.items()),
+            "groups": "  ".join(f"{name} {depth}" for name, depth in queues.items()),
             "tokens/s": f"{_tokens_per_s(state):,.0f} generated",
             "dropped": f"{state['dropped']} groups, {state['totals']['prompts_dropped']} of them for their prompts"
             + (f", {sum(state['filtered'].values())} by replay.filter" if state["filtered"] else ""),

@@ -127,7 +127,7 @@ def test_names_are_no_markup(said: CapturingLogger) -> None:
         view.update(state, 0)
         view.note("judge[red]-0 died")
     assert not said.calls
-    for words in ("math[easy] 0.500, x[/b] 0.250", "judge[red]-0 died", "run [7]"):
+    for words in ("math[easy] 0.500, x[/b] 0.250", "judge[red]-0 died", "run [7]", "\x1b[2mgroups"):
         assert words in file.getvalue()
     assert file.getvalue().count("judge[red]-0") > 1
 
