@@ -11,7 +11,7 @@ class CriticOptimizerConfig(OptimizerConfig):
     """AdamW or Muon: how its weights are changed."""
 
     lr: float = Field(1e-5, gt=0)
-    """Learning rate after the warm-up, e.g. ``1.0e-05``, commonly ten times the policy's; of both, where there are
+    """Learning rate after the warm-up, e.g. ``2.0e-05``, commonly ten times the policy's; of both, where there are
     two."""
 
 

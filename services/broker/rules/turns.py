@@ -60,7 +60,7 @@ class Turns:
         return len(self.open)
 
     def __iter__(self) -> Iterator[Turn]:
-        return iter(self._open.values())
+        return iter(self.open.values())
 
     def ask(self, group: Group, key: Hashable, session: Hashable, request: Any, asked_by: tuple[str, int]) -> Turn:
         """Somebody waits for a turn. One that is open already gets a new asker, and is done over where it is not the
