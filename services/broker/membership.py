@@ -55,6 +55,8 @@ class Members:
         rows = journal.rows(self.TABLE)
         self._newest = {name: row["incarnation"] for name, row in rows.items()}
         self._returns = {name: row["returns"] for name, row in rows.items()}
+        self._gone = {name for name, row in rows.items() if row.get("gone")}
+        """Names of those that have said goodbye: whoever has such a name next has not died before."""
         self.lost: dict[str, float] = {}
         """Name of an actor that died to when it was last heard; cleared when it is back, and after `LOST_S`."""
 
@@ -75,7 +77,7 @@ class Members:
 
     @property
     def returns(self) -> int:
-        """How often actors of a name came back as another process."""
+        """How often actors of a name came back as another process, but for those that had said goodbye."""
         return sum(self._returns.values())
 
     def of_kind(self, kind: str) -> list[Member]:
@@ -107,7 +109,8 @@ class Members:
         if hello.kind == "observer":
             self._newest[name] = incarnation
         elif self._newest.get(name) != incarnation:
-            self._returns[name] = self._returns.get(name, -1) + 1
+            self._returns[name] = self._returns.get(name, -1) + (name not in self._gone)
+            self._gone.discard(name)
             self._newest[name] = incarnation
             self._journal.put(self.TABLE, name, {"incarnation": incarnation, "returns": self._returns[name]})
         self.lost.pop(name, None)
@@ -118,7 +121,12 @@ class Members:
 
     def leave(self, identity: str) -> Member | None:
         """The member has said goodbye."""
-        return self._by_identity.pop(identity, None)
+        member = self._by_identity.pop(identity, None)
+        if member and member.kind != "observer":
+            row = {"incarnation": self._newest[member.name], "returns": self._returns[member.name], "gone": True}
+            self._gone.add(member.name)
+            self._journal.put(self.TABLE, member.name, row)
+        return member
 
     def excuse(self, seconds: float, now: float) -> None:
         """The broker itself was away: its silence is not theirs."""

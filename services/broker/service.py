@@ -29,6 +29,8 @@ AWAY_S = 3.0
 EXPIRE_EVERY_S = 0.2
 WRITE_S = 5.0
 """So often it is written down that there is a broker, whatever it does: the time without one is not the run's."""
+ENDED = ("done", "stopping")
+"""Phases of a broker that ends in good order."""
 LINGER_S = 10.0
 """How long the broker stays for observers once the run is over."""
 LEAVE_S, LEARNER_LEAVE_S = 130.0, 3700.0
@@ -86,7 +88,7 @@ class Broker:
             progress.training_since += away
         self._extend_deadlines(now)
         scoring.complete(state)
-        progress.totals["taken_up"] += 1
+        progress.totals["taken_up"] += row.get("phase") not in ENDED
         log.info("took up a run", committed=state.groups.ledger.committed, away_s=round(now - row["at"], 1))
 
     def _remember(self) -> None:
@@ -105,6 +107,7 @@ class Broker:
             "early": best_version.early_end(state),
             "measured": best_version.measure(state),
             "measured_since": progress.measured_since,
+            "phase": progress.phase,
         }
         now = clock.now()
         if row != self._written or now - self._written_at > WRITE_S:

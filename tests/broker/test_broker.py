@@ -561,7 +561,22 @@ def test_a_broker_that_was_killed_after_the_end_says_so_when_it_is_back(
     again.serve()  # nobody comes any more
     assert again.state["train_s"] == pytest.approx(stage.broker.state["train_s"], abs=0.01)
     assert again.state["phase"] == "done" and again.state["step"] == 1
-    assert again.state["restarts"] == 1 and again.ledger_state.untrained == []
+    assert again.state["restarts"] == 0 and again.ledger_state.untrained == [], "it ended in good order"
+
+
+def test_who_has_said_goodbye_and_comes_back_has_not_died(stage: Stage) -> None:
+    first = stage.rollout()
+    first.box.tell(m.Bye(reason="the run was stopped"))
+    first.box.close()
+    stage.peers.remove(first)
+    deadline = time.monotonic() + 5
+    while "rollout-0" in stage.broker.state["members"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    stage.rollout(incarnation="2")
+    assert stage.broker.state["restarts"] == 0
+    stage.rollout(incarnation="3")
+    assert stage.broker.state["restarts"] == 1
 
 
 def test_an_unreachable_store_is_a_clear_error_without_its_password(tmp_path: Path) -> None:
