@@ -34,6 +34,8 @@ def stall_reason(state: BrokerState) -> str:
         return f"step {open_steps[0]} is taken, and {who}"
     if state.evaluation.round and state.progress.phase != "training":
         return _stalled_evaluation(state, state.evaluation.round)
+    if state.progress.phase == "evaluating_after" and (learners := _handing_on(state)):
+        return "; ".join(f"the last checkpoint is handed on ({learner}.checkpoint.then)" for learner in learners)
     if state.progress.phase != "training":
         return f"the run is {state.progress.phase.replace('_', ' ')}"
     groups = state.groups
@@ -64,6 +66,16 @@ def _stalled_evaluation(state: BrokerState, evaluation: Round) -> str:
     if _lacks_agents(state):
         return f"{what}: it waits for an agent: none asks a gateway for a session"
     return f"{what}: it needs a rollout with version {evaluation.least}; there are {_served(state)}"
+
+
+def _handing_on(state: BrokerState) -> list[str]:
+    """Learners whose last checkpoint is durable, and who have not said that it is all."""
+    progress, done = state.progress, state.groups.ledger.committed
+    return [
+        kind
+        for kind in state.settings.learners
+        if progress.checkpoints.get(kind, 0) >= done > progress.final_checkpoints.get(kind, 0)
+    ]
 
 
 def _lacks_agents(state: BrokerState) -> bool:

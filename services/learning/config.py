@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -14,6 +15,7 @@ GRADIENT_SHARE = 0.2
 """Of the memory that is free before the first step: so much may whole gradients take (`sum_gradients`: ``auto``)."""
 
 
+_NAMED = re.compile(r"(?<!\$)\{(\w+)\}")
 THEN = "hf upload me/my-model {folder}"
 """What a checkpoint's command may be."""
 OF_MUON = ("momentum", "nesterov", "newton_schulz", "rms")
@@ -103,16 +105,18 @@ class CheckpointConfig(Section):
     then: str | tuple[str, ...] | None = None
     """A command for each checkpoint, to upload it, say, e.g. ``hf upload me/my-model {folder} step-{step} --exclude
     "trainer/*"``, beside the next steps, one after another, without a shell; ``{folder}`` is the checkpoint's, and
-    ``{step}`` its number. The run ends once it is done with the last one. One that fails is tried three times, and
-    again for those that are still there when the run is resumed; what it says is in the run's logs."""
+    ``{step}`` its number. The run ends once it is done with the last one. One that fails is tried three times, 30 s
+    apart, and again for those that are still there when the run is resumed; what it says is in the run's logs."""
     then_s: float = Field(3600.0, gt=0)
     """Seconds that `then` may take for one checkpoint, e.g. ``7200``."""
 
     @field_validator("then")
     @classmethod
     def _has_words(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        if value is not None:
-            words_of(value, THEN)
+        for word in words_of(value, THEN) if value is not None else ():
+            for name in _NAMED.findall(word):
+                if name not in ("folder", "step"):
+                    raise ValueError(f"there is no {{{name}}}; there are {{folder}} and {{step}}")
         return value
 
     @model_validator(mode="after")

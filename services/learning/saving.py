@@ -41,7 +41,7 @@ class Saving:
         self._handed_on = handed_on
         self._keep_best, self._landmark, self._followed = keep_best, landmark, followed
         self._written: Future[Path] | None = None
-        self._version = 0
+        self._version, self._folder = 0, Path()
 
     def begin(self, ledger_tail: Sequence[dict[str, Any]] = ()) -> None:
         """Begins to write the learner's version; none may be being written."""
@@ -65,11 +65,23 @@ class Saving:
             self._say(final)
 
     def hand_on(self) -> None:
-        """Until nothing is left to be handed on."""
+        """Until nothing is left to be handed on. What fails meanwhile is told at once."""
+        told = self._handed_on.failed
         while self._handed_on.poll():
+            if told != self._handed_on.failed and self._version:
+                told = self._handed_on.failed
+                self._tell(False)
             time.sleep(POLL_S)
             health.beat()
             self._learner.world.keep_awake()
+
+    def _tell(self, final: bool) -> Keep:
+        failed = self._handed_on.failed
+        path = str(checkpoint_folders.path_of(self._folder, self._version))
+        message = Checkpointed(version=self._version, path=path, final=final, then_failed=failed)
+        answer = self._mailbox.ask(message, ANSWER_DEADLINE_S)
+        assert isinstance(answer, Keep)
+        return answer
 
     def close(self) -> None:
         """Until nothing is being written."""
@@ -80,13 +92,12 @@ class Saving:
         """The broker may forget what the checkpoints of all learners cover."""
         assert self._written is not None
         path, self._written = self._written.result(), None
+        self._folder = path.parent
         self._handed_on.add(self._version)
-        if final:
+        if final and self._handed_on.held:  # it is there, and what is left to do takes as long as it takes
+            self._tell(False)
             self.hand_on()
-        failed = self._handed_on.failed
-        message = Checkpointed(version=self._version, path=str(path), final=final, then_failed=failed)
-        answer = self._mailbox.ask(message, ANSWER_DEADLINE_S)
-        assert isinstance(answer, Keep)
+        answer = self._tell(final)
         spared = {*(answer.versions if self._keep_best else ()), *self._handed_on.held}
         if self._landmark:
             newest = self._version // self._landmark * self._landmark

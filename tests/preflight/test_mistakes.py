@@ -578,6 +578,8 @@ MISTAKES = [
       "prompts.eval_every=50", overrides=["trainer.checkpoint.keep_best=true"]),
     m("a command for checkpoints that is not here", "trainer.checkpoint.then: there is no command 'hf-uplaod' here",
       overrides=["trainer.checkpoint.then=hf-uplaod {folder}"]),
+    m("a command for checkpoints with an unknown name", "there is no {foldr}; there are {folder} and {step}",
+      overrides=["trainer.checkpoint.then=cp -r {foldr} /tmp/x"]),
     m("a command for checkpoints that wants a shell", "'&&' is for a shell, and there is none: give [bash, -c,",
       overrides=["trainer.checkpoint.then=tar cf x {folder} && rm x"]),
     m("a best checkpoint of versions that have none", "prompts.eval_every=30 is no multiple of",
