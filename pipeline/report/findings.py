@@ -27,6 +27,8 @@ def findings(state: dict[str, Any], steps: Rows, drops: Rows) -> list[str]:
         for learner, words in state.get("then_failed", {}).items()
     ]
     learned = [*_learned(state, steps), *other_store(state)]
+    if back := state["totals"].get("rolled_back"):
+        learned.append(f"it was taken back to version {back} (penstock rollback): totals are of what came after")
     return [*learned, *_rewards(state), *_prompts(state, drops), *_answers(state, steps), *trackers]
 
 
@@ -35,8 +37,7 @@ def other_store(state: dict[str, Any]) -> Iterator[str]:
     if done := state["totals"].get("not_in_store"):
         yield (
             f"store.url: the store knew nothing of the {done} steps that were done when the run went on: it was "
-            "emptied, is another one, or was set aside by penstock rollback; what waited there is generated again, and "
-            "totals begin anew"
+            "emptied, or is another one; what waited there is generated again, and totals begin anew"
         )
 
 

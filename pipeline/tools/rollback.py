@@ -12,7 +12,8 @@ import typer
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.config.passwords import hide_password
 from penstock.pipeline.run.lock import held, is_live
-from penstock.services.runtime.checkpoint_folders import MIXTURES, TAIL_STEPS, path_of, versions
+from penstock.services.runtime.checkpoint_folders import MIXTURES, ROLLED_BACK, TAIL_STEPS, path_of, versions
+from penstock.services.runtime.files import write_whole
 from penstock.services.runtime.lines import each_line, line_of
 
 STEPS = ("metrics.jsonl", "ledger.jsonl", "samples.jsonl", "critic.jsonl", "eval_samples.jsonl")
@@ -69,6 +70,7 @@ def rollback(
         for name in STEPS:
             _cut(run / name, aside / name, lambda row: _stays(row, version))
         _cut_groups(run, aside)
+        write_whole(run / ROLLED_BACK, f"{version}\n")
     typer.echo(f"back at version {version}; what was later is in {aside}")
     if critics < version:
         typer.echo(f"the critic goes on as it was at version {critics}: it has no checkpoint nearer to that")

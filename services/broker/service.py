@@ -19,7 +19,7 @@ from penstock.services.broker.status import ledger_state, live_state, stall_reas
 from penstock.services.broker.tally import Tally
 from penstock.services.runtime import failpoint, health
 from penstock.services.runtime.address import reached_endpoint
-from penstock.services.runtime.checkpoint_folders import versions
+from penstock.services.runtime.checkpoint_folders import ROLLED_BACK, versions
 from penstock.services.runtime.lines import each_line
 
 log = structlog.get_logger()
@@ -66,7 +66,12 @@ class Broker:
         rows = state.store.rows("broker")
         if not rows:
             best_version.recall(state)
-            if steps := _done_before(state.settings.folder):
+            steps, back = _done_before(state.settings.folder), state.settings.folder / ROLLED_BACK
+            if steps and back.is_file():
+                back.unlink()
+                progress.totals["rolled_back"] = steps
+                log.info("goes on from where penstock rollback took it", version=steps)
+            elif steps:
                 progress.totals["not_in_store"] = steps
                 log.error("the store knows nothing of this run, which goes on all the same", steps=steps)
             return

@@ -8,6 +8,8 @@ from pathlib import Path
 MIXTURES = "reference"
 """Beside the checkpoints, where a reference that moves part of the way to the policy keeps what it is
 (`reference.mix`), by the same names."""
+ROLLED_BACK = "rolled-back"
+"""In a run's folder: the version that it was taken back to, until its broker has seen it."""
 TAIL_STEPS = 200
 """Of the ledger, that a trainer's checkpoint remembers: a critic that is further behind cannot follow any more."""
 _NAME = re.compile(r"step-(\d{6,})")

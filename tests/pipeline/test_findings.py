@@ -54,6 +54,12 @@ DROP = {"group": 3, "kind": "prompt", "reason": "row 7: the prompt is empty"}
         (state(rewards={"reward/judge": FAILED}), steps(), [], "60 timed out; the last one timed out after 10 s"),
         (state(), steps(), [DROP], "1 prompts were dropped, since they cannot be used; the last one: row 7"),
         (state(totals={"not_in_store": 7}), steps(), [], "store.url: the store knew nothing of the 7 steps"),
+        (
+            state(totals={"rolled_back": 7}),
+            steps(),
+            [],
+            "it was taken back to version 7 (penstock rollback): totals are",
+        ),
         (state(totals={"eval_unusable": 2}), steps(), [], "2 times an evaluation prompt had no reward"),
         (state(), steps(finished_share=0.2), [], "80 % of the last steps' answers were cut off"),
         (state(), steps(finished_share=0.2, turns=3.0), [], "of an environment, at rollout.environment.max_turns"),
