@@ -31,6 +31,8 @@ WRITE_S = 5.0
 """So often it is written down that there is a broker, whatever it does: the time without one is not the run's."""
 ENDED = ("done", "stopping")
 """Phases of a broker that ends in good order."""
+STALL_EVERY_S = 1.0
+"""Between two looks at what a run waits for."""
 LINGER_S = 10.0
 """How long the broker stays for observers once the run is over."""
 LEAVE_S, LEARNER_LEAVE_S = 130.0, 3700.0
@@ -52,7 +54,7 @@ class Broker:
         self._met = False
         self._cut_short: list[Any] | None = None
         """The evaluation that the broker before this one had begun."""
-        self._actors_at = self._stop_at = self._turn_at = self._expire_at = 0.0
+        self._stall_at = self._actors_at = self._stop_at = self._turn_at = self._expire_at = 0.0
         self._written: dict[str, Any] = {}
         self._written_at = 0.0
         self._left = False
@@ -245,6 +247,9 @@ class Broker:
         if progress.phase in ("stopping", "done") or now - progress.at < state.settings.broker.stall_s:
             progress.stall = None
             return
+        if now < self._stall_at:
+            return
+        self._stall_at = now + STALL_EVERY_S
         reason = stall_reason(state)
         if reason.partition(WHERE)[0] != (progress.stall or "").partition(WHERE)[0]:  # agents take turns by the second
             log.error("stall", step=state.groups.ledger.committed, since_s=round(now - progress.at), reason=reason)

@@ -29,7 +29,7 @@ WAITING_BYTES = 64 << 20
 """Of experience, that tables are to be made of, likewise."""
 FIRST_PAUSE_S, PAUSE_S = 10.0, 600.0
 """Until a tracker that fails is tried again: at first, and at most."""
-ROW_TRIES = 3
+ROW_TRIES = 2
 """A row that was not taken this often is left out, where the tracker takes the next one."""
 POLL_S = 1.0
 CLOSE_S = 20.0
@@ -160,7 +160,7 @@ class _Told:
         self._waits: deque[tuple[int, Mapping[str, float]]] = deque()
         """Numbers that it has not taken yet, of steps in their order."""
         self._error, self._lost, self._tries, self._again_at = "", 0, 0, 0.0
-        self._row_tries = 0
+        self._closing, self._row_tries = False, 0
         """How often it has not taken the first of them."""
         self._tables_fail = False
 
@@ -202,7 +202,8 @@ class _Told:
         self._error = error
 
     def close(self, error: str | None) -> None:
-        """The run is over: it is tried once more."""
+        """The run is over: it is tried once more, and no row waits for another try."""
+        self._closing, self._row_tries = True, ROW_TRIES
         self.catch_up(at_once=True)
         if self._waits or self._lost:
             missing = len(self._waits) + self._lost
@@ -233,7 +234,7 @@ class _Told:
                 self._waits.popleft()
                 self._lost += 1
             self._waits.popleft()
-            self._row_tries = 0
+            self._row_tries = ROW_TRIES if self._closing else 0
         return ""
 
     def _begin(self) -> None:

@@ -60,7 +60,7 @@ class Critic:
         if self._learner.version:
             self._save()
         self._saving.finish(final=self._desk.stopped is None)
-        self._saving.hand_on()
+        self._saving.hand_on(self._desk.stopped is not None)
         reason = self._desk.until_stopped()
         self._world.order("end")
         self._saving.close()

@@ -41,7 +41,7 @@ class HandedOn:
         self._running: tuple[int, subprocess.Popen[bytes]] | None = None
         """The version whose checkpoint the command works on."""
         self._begun = self._again_at = 0.0
-        self._tries = 0
+        self._tries, self._most_tries = 0, TRIES
         self._failed: dict[int, str] = {}
 
     @property
@@ -77,6 +77,10 @@ class HandedOn:
             except OSError as error:
                 self._fail(f"it cannot be started: {error}")
         return bool(self._queue)
+
+    def hurry(self) -> None:
+        """The run is told to stop: none is tried again."""
+        self._most_tries, self._again_at = 1, 0.0
 
     def close(self) -> None:
         """Ends what still runs."""
@@ -127,7 +131,7 @@ class HandedOn:
         version = self._queue[0]
         log.warning("checkpoint.then failed", version=version, tries=self._tries, why=why)
         self._again_at = time.monotonic() + RETRY_S
-        if self._tries >= TRIES:
+        if self._tries >= self._most_tries:
             self._failed[version] = f"step {version}: {why}"
             self._next()
 

@@ -64,8 +64,11 @@ class Saving:
                 self._learner.world.keep_awake()
             self._say(final)
 
-    def hand_on(self) -> None:
-        """Until nothing is left to be handed on. What fails meanwhile is told at once."""
+    def hand_on(self, stopped: bool = False) -> None:
+        """Until nothing is left to be handed on. What fails meanwhile is told at once; once the run is ``stopped`` it
+        is not tried again."""
+        if stopped:
+            self._handed_on.hurry()
         told = self._handed_on.failed
         while self._handed_on.poll():
             if told != self._handed_on.failed and self._version:

@@ -68,7 +68,8 @@ def _runs_own_code(path: str) -> bool:
 
     if not own_code.trusted():
         return False
-    told, _ = PretrainedConfig.get_config_dict(path)
+    name, revision = named(path)
+    told, _ = PretrainedConfig.get_config_dict(name, revision=revision)
     return told.get("model_type") not in CONFIG_MAPPING_NAMES
 
 

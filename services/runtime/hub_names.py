@@ -7,7 +7,8 @@ from pathlib import Path
 
 def may_be_on_hub(path: str) -> bool:
     """A model's ``path`` may be a name of the hub: it is no folder here, and does not look like one."""
-    return not (path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists())
+    name = path.partition("@")[0]
+    return not (path.startswith((".", "/", "~")) or name.count("/") > 1 or Path(path).exists())
 
 
 def named(path: str) -> tuple[str, str | None]:

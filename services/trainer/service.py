@@ -126,7 +126,7 @@ class Trainer:
             self._saving.finish(final=True)
             self._desk.until_stopped()
         self._saving.finish(final=False)
-        self._saving.hand_on()
+        self._saving.hand_on(stopped=True)
 
     def _turn(self) -> None:
         """Beside whatever is waited for. Raises what has ended the publisher, without which there is no use in going

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -22,8 +21,8 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 Form = Literal["hermes", "json", "xml"]
 """How families of models call tools."""
 FORMS: tuple[Form, ...] = get_args(Form)
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+MOST_NAME = 256
+"""Characters of the name of a function or an argument in XML."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,8 @@ def read_call(text: str) -> tuple[Any, Any]:
     `ValueError` where it is no call."""
     try:
         call = json.loads(text)
-        return call["name"], call.get("arguments") or {}
+        arguments = call.get("arguments")
+        return call["name"], {} if arguments is None else arguments
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"no call: {text[:80]!r}") from error
 
@@ -160,12 +160,27 @@ def _in_json(said: str) -> list[str]:
 
 def _of_xml(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> str:
     """As Qwen3-Coder's and Qwen 3.5's."""
-    if (found := _FUNCTION.search(text)) is None:
+    if (found := next(_elements("function", text), None)) is None:
         return text
-    name = found[1].strip()
+    name, inside = found
     schema = schemas.get(name, {}).get("properties", {})
-    arguments = {key.strip(): _read(value, schema.get(key.strip())) for key, value in _PARAMETER.findall(found[2])}
+    values = {key: value.removeprefix("\n").removesuffix("\n") for key, value in _elements("parameter", inside)}
+    arguments = {key: _read(value, schema.get(key)) for key, value in values.items()}
     return json.dumps({"name": name, "arguments": arguments})
+
+
+def _elements(tag: str, text: str) -> Iterator[tuple[str, str]]:
+    """Name and inside of each ``<tag=NAME>…</tag>``, one behind the other."""
+    begin, end, at = f"<{tag}=", f"</{tag}>", 0
+    while (start := text.find(begin, at)) >= 0:
+        at = start + len(begin)
+        called = text.find(">", at, at + MOST_NAME)
+        if called < 0 or "\n" in (name := text[at:called]) or not name.strip():
+            continue
+        if (close := text.find(end, called)) < 0:  # nor is there one for any behind it
+            return
+        yield name.strip(), text[called + 1 : close]
+        at = close + len(end)
 
 
 def _read(text: str, schema: Any) -> Any:

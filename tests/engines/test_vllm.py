@@ -115,8 +115,9 @@ def test_what_drafts_tokens_is_read_from_its_files() -> None:
     """And is not random, as what comes by the weight channel is at first."""
     for drafts, read in (({"model": "small"}, "auto"), ({"method": "mtp"}, "auto"), ({"method": "ngram"}, None)):
         config = VllmEngineConfig(vllm={"speculative_config": {"num_speculative_tokens": 2, **drafts}})
-        told = engine_arguments(config, "model", "float32", True, 1, 100, 0).speculative_config
-        assert told.get("draft_load_config", {}).get("load_format") == read, drafts
+        found = engine_arguments(config, "me/model@abc1234", "float32", True, 1, 100, 0)
+        assert (found.model, found.revision) == ("me/model", "abc1234")
+        assert found.speculative_config.get("draft_load_config", {}).get("load_format") == read, drafts
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ import pytest
 from penstock.services.reward.config import FunctionConfig
 from penstock.services.reward.functions.code_tests import code_tests
 from penstock.services.user_processes.sandbox.child import SYSTEMS
-from penstock.services.user_processes.sandbox.run import run
+from penstock.services.user_processes.sandbox.run import CHILD, run
 
 ADD = "Here you are:\n```python\ndef add(a, b):\n    return a + b\n```\n"
 ADDS, FAILS = "def add(a, b):\n    return a + b\n", "def add(a, b):\n    return 0\n"
@@ -233,10 +233,13 @@ def test_a_program_reaches_no_socket_in_the_file_system(tmp_path: Path) -> None:
 
 
 IN_A_CONTAINER = """
-import ctypes, os, socket, struct
+import ctypes, os, pathlib, socket, struct, sys
+from penstock.services.user_processes.sandbox import run as running
 from penstock.services.user_processes.sandbox.child import _assembled
 from penstock.services.user_processes.sandbox.run import run
 
+if "old" in sys.argv:  # a kernel whose Landlock does not bound signals
+    running.CHILD = pathlib.Path(sys.argv[2])
 libc, zero = ctypes.CDLL(None), ctypes.c_ulong(0)
 refused = 272 if os.uname().machine == "x86_64" else 97  # unshare, as Docker's own filter has it
 steps = [("load", 0, "", ""), ("equal", refused, "", "on"), ("end", 0x50001, "", ""), "on", ("end", 0x7FFF0000, "", "")]
@@ -258,6 +261,8 @@ print(refused(lambda: socket.socket(socket.AF_UNIX)))
 print(refused(lambda: open("/proc/{os.getpid()}/environ").read()))
 print(refused(lambda: os.kill({os.getpid()}, signal.SIGTERM)))
 print(refused(lambda: os.setpgid(0, 0)))
+import fcntl
+print(refused(lambda: fcntl.fcntl(0, fcntl.F_SETOWN, {os.getpid()})) or {"old" not in sys.argv})
 print(subprocess.check_output([sys.executable, "-c", "print(6 * 7)"], text=True).strip())
 '''
 found = run(program, "assert refused(os.setsid)")
@@ -268,13 +273,16 @@ print(run(f"open('/proc/{os.getpid()}/environ').read()", network=True).completed
 
 
 @pytest.mark.skipif(os.uname().machine not in SYSTEMS, reason="sockets are bounded on x86-64 and ARM alone")
-def test_a_program_is_confined_where_nobody_may_make_a_namespace() -> None:
+@pytest.mark.parametrize("kernel", ["new", "old"])
+def test_a_program_is_confined_where_nobody_may_make_a_namespace(kernel: str, tmp_path: Path) -> None:
     """As in containers, whose filter refuses it: there it sees the same processes, and the environment of none."""
     if CDLL(None).syscall(444, None, 0, 1) < 1:
         pytest.skip("there is no Landlock here")
-    command = [sys.executable, "-c", IN_A_CONTAINER]
+    as_if_old = CHILD.read_text().replace("SCOPED = 6", "SCOPED = 99")
+    (tmp_path / "child.py").write_text(as_if_old)
+    command = [sys.executable, "-c", IN_A_CONTAINER, kernel, str(tmp_path / "child.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    wanted = ["True ['True', 'True', 'True', 'True', 'True', '42']", "True", "False"]
+    wanted = ["True ['True', 'True', 'True', 'True', 'True', 'True', '42']", "True", "False"]
     assert done.stdout.splitlines() == wanted, done.stderr
 
 

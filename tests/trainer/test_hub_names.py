@@ -20,7 +20,9 @@ from transformers.utils.logging import set_verbosity_error
 from penstock.services.modeling.load import folder_of, load_config, load_model, load_tokenizer
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
+from penstock.services.runtime import own_code
 
+own_code.trust(True)
 set_verbosity_error()
 cpu = torch.device("cpu")
 for path in sys.argv[1:]:
@@ -33,6 +35,7 @@ for path in sys.argv[1:]:
 def test_each_name_has_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert named("Qwen/Qwen3-0.6B@c1899de") == ("Qwen/Qwen3-0.6B", "c1899de")
     assert named("Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", None)
+    assert named("Qwen/Qwen3-0.6B@refs/pr/3") == ("Qwen/Qwen3-0.6B", "refs/pr/3")
     assert named("./model@home") == ("./model@home", None)
     (tmp_path / "me@home").mkdir()
     monkeypatch.chdir(tmp_path)

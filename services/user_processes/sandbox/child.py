@@ -29,12 +29,14 @@ CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 SECCOMP_MODE_FILTER = 2
 SYSTEMS = {
-    "x86_64": (0xC000003E, 41, 53, (109, 112), (62, 129, 200, 234, 297)),
-    "aarch64": (0xC00000B7, 198, 199, (154, 157), (129, 138, 130, 131, 240)),
+    "x86_64": (0xC000003E, 41, 53, (109, 112), (62, 129, 200, 234, 297), (72, 16)),
+    "aarch64": (0xC00000B7, 198, 199, (154, 157), (129, 138, 130, 131, 240), (25, 29)),
 }
 """Of each machine: what the kernel calls its calls (AUDIT_ARCH), and the numbers of socket, of socketpair, of those
 that leave a group of processes (setpgid, setsid), and of those that signal others (kill, rt_sigqueueinfo, tkill,
-tgkill, rt_tgsigqueueinfo)."""
+tgkill, rt_tgsigqueueinfo), and of fcntl and ioctl, some of whose commands have others signalled."""
+OWNERS = ((8, 15), (0x8901, 0x8902))
+"""Those commands: F_SETOWN, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP."""
 IO_URING_SETUP, PIDFD_SEND_SIGNAL = 425, 424
 LANDLOCK_CREATE_RULESET, LANDLOCK_RESTRICT_SELF = 444, 446
 LANDLOCK_VERSION, LANDLOCK_MAKE_BLOCK, LANDLOCK_SCOPE_SIGNAL = 1, 1 << 11, 2
@@ -47,7 +49,7 @@ NO_NAMESPACE = 97
 """Exit code: this machine lets nobody leave the network."""
 FILE_BYTES = 16 << 20
 PROCESSES = 256
-"""At once, threads too; see `_processes_here`."""
+"""At once, threads too; see `_counts_here`."""
 
 
 def main(program: Path, said: int, cpu_s: int, memory_mb: int, network: bool, parent: int) -> None:
@@ -68,7 +70,8 @@ def main(program: Path, said: int, cpu_s: int, memory_mb: int, network: bool, pa
         (resource.RLIMIT_AS, memory_mb << 20),
         (resource.RLIMIT_FSIZE, FILE_BYTES),
         (resource.RLIMIT_CORE, 0),
-        *([(resource.RLIMIT_NPROC, PROCESSES + _processes_here(place))] if place and _counts_here() else []),
+        # Elsewhere the user's processes count that other containers have, too.
+        *([(resource.RLIMIT_NPROC, PROCESSES)] if place == "namespace" and _counts_here() else []),
     ):
         resource.setrlimit(what, (limit, limit))
     sys.argv = [program.name]
@@ -146,18 +149,23 @@ def _leave_sockets(libc: Any, place: str) -> None:
     kernel has no seccomp, or for other machines."""
     if os.uname().machine not in SYSTEMS or sys.maxsize < 1 << 32 or not hasattr(libc, "prctl"):
         return
-    arch, new, pair, leaving, signalling = SYSTEMS[os.uname().machine]
+    arch, new, pair, leaving, signalling, owning = SYSTEMS[os.uname().machine]
     families, refused = [AF_INET, AF_INET6, AF_NETLINK], [IO_URING_SETUP]  # which makes sockets too
     if place != "namespace":
         families, refused = [], [*refused, *leaving]
     if place == "with_signals":
         refused += [PIDFD_SEND_SIGNAL, *signalling]
+    told: list[tuple[str, int, str, str] | str] = []
+    for call, commands in zip(owning, OWNERS, strict=True) if place == "with_signals" else ():
+        told += [("equal", call, "", f"not {call}"), ("load", 24, "", "")]
+        told += [*(("equal", command, "no", "") for command in commands), ("equal", 0, "yes", "yes"), f"not {call}"]
     steps: list[tuple[str, int, str, str] | str] = [
         ("load", 4, "", ""),  # for which machine the call is
         ("equal", arch, "", "no"),
         ("load", 0, "", ""),  # its number
         ("at least", 1 << 30, "no", ""),  # x32's
         *(("equal", number, "no", "") for number in refused),
+        *told,
         ("equal", pair, "", "no pair"),
         ("load", 24, "", ""),  # the second argument: the kind
         ("and", 0xF, "", ""),  # without its flags
@@ -213,10 +221,10 @@ def _watch(libc: Any, child: int, folder: Path, parent: int) -> NoReturn:
     _end_with_parent(libc, signal.SIGTERM)
     if os.getppid() != parent:  # it ended just before
         os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if os.getppid() != parent:
         os.execvp("rm", ["rm", "-rf", str(folder)])  # however deep it is
-    os._exit(0)
+    os._exit(NO_NAMESPACE if code == NO_NAMESPACE else 0)
 
 
 def _end_with_parent(libc: Any, number: int) -> None:
@@ -227,15 +235,6 @@ def _end_with_parent(libc: Any, number: int) -> None:
 def _counts_here() -> bool:
     """Linux counts a user's processes in each namespace, since 5.14; before, all that the user has anywhere."""
     return [int(part) for part in re.findall(r"\d+", os.uname().release)[:2]] >= [5, 14]
-
-
-def _processes_here(place: str) -> int:
-    """Those that count already: none in a namespace, all of the user's elsewhere."""
-    found = 0
-    for folder in Path("/proc").glob("[0-9]*") if place != "namespace" else ():
-        with contextlib.suppress(OSError):  # it has ended
-            found += sum(1 for _ in (folder / "task").iterdir()) if folder.stat().st_uid == os.getuid() else 0
-    return found
 
 
 if __name__ == "__main__":

@@ -89,14 +89,14 @@ def engine_arguments(
         ) from error
     if lacking := vllm_lacks_gpu():
         raise SetupError(f"rollout.engine.type: {lacking}")
-    name, revision = named(model_path)
+    model, revision = named(model_path)
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     for name in config.vllm:
         if name not in known:
             raise SetupError(f"rollout.engine.vllm.{name}: vLLM has no such engine argument{hint(name, known)}")
     arguments: dict[str, Any] = {
         "config_format": "hf",  # where Mistral's own lies beside it, that is of another architecture
-        "model": name,
+        "model": model,
         "revision": revision,
         "code_revision": revision,
         "dtype": dtype,
