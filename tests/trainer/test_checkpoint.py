@@ -21,6 +21,7 @@ from penstock.protocols.messages import Batch, Keep, TakenGroup
 from penstock.protocols.packed_groups import pack_group
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import BatchError, open_batch
+from penstock.services.learning.handed_on import HandedOn
 from penstock.services.learning.saving import Saving
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
@@ -150,7 +151,8 @@ def test_what_a_reference_has_yet_to_move_to_stays(tmp_path: Path) -> None:
 
     learner, left = a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY))), []
     saver = checkpoint.Saver(learner, Tokenizer(), tmp_path / "checkpoints", keep=1)
-    saving = Saving(learner, saver, Mailbox(), False, 2, tmp_path / "reference")  # type: ignore[arg-type]
+    handed_on = HandedOn([], 1.0, tmp_path / "checkpoints", tmp_path / "said")
+    saving = Saving(learner, saver, Mailbox(), False, handed_on, 2, tmp_path / "reference")  # type: ignore[arg-type]
     for version in range(1, 8):
         learner.version = version
         saving.begin()
