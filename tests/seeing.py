@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
+from penstock.pipeline.models.characters import ALPHABET
+from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.protocols.experience import PICTURE, Prompt
 from penstock.protocols.turn import Turn
 from penstock.services.modeling.load import load_config, load_model

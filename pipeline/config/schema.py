@@ -167,7 +167,8 @@ class WarmStart(Section):
 
 
 class TinyModel(Section):
-    """A character-level Qwen3 made on the spot, so that a run needs no download."""
+    """A character-level Qwen3 made on the spot, so that a run needs no download. It knows small letters, digits, the
+    marks of sums, and the characters of the first 2,000 rows of `prompts.train`; any other is ``<unk>`` to it."""
 
     type: Literal["tiny"] = "tiny"
     hidden_size: int = Field(128, ge=8)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import string
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from penstock.pipeline.config import TinyModel
-from penstock.protocols.chat import said
+from penstock.pipeline.models.characters import UNKNOWN, characters_of, usable
 from penstock.protocols.experience import Prompt
-from penstock.services.data import DataError
-from penstock.services.data.answers import answer_of, is_answer, own_answer
+from penstock.services.data.answers import answer_of
 
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-ALPHABET = string.ascii_lowercase + string.digits + " =+-*/?.,:()"
-SEEN_PROMPTS = 2000
-"""Prompts that are looked through for characters beyond `ALPHABET`."""
+PAD, EOS = "<pad>", "<eos>"
 
 
 def make_tokenizer(characters: set[str]) -> Any:
@@ -51,7 +46,7 @@ def build(
 
     torch.manual_seed(seed)
     random = np.random.default_rng([seed, 1])
-    tokenizer = make_tokenizer(_characters(source, config.warm_start.steps > 0, given))
+    tokenizer = make_tokenizer(characters_of(source, config.warm_start.steps > 0, given))
     mixture = {
         "num_experts": config.experts,
         "num_experts_per_tok": config.experts_per_token,
@@ -85,7 +80,7 @@ def build(
         optimizer, lambda step: 0.1 + 0.45 * (1 + np.cos(np.pi * step / max(1, warm.steps)))
     )
     for step in range(warm.steps):
-        chosen = _usable(source, random.integers(len(source), size=warm.batch))
+        chosen = usable(source, random.integers(len(source), size=warm.batch))
         tokens, wanted = _examples(tokenizer, chosen, warm.corrupted, random)
         hidden = model(input_ids=tokens, attention_mask=(tokens != tokenizer.pad_token_id).long()).logits
         loss = F.cross_entropy(hidden[:, :-1].flatten(0, 1), wanted[:, 1:].flatten(), ignore_index=-100)
@@ -98,35 +93,6 @@ def build(
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
-
-
-def _characters(source: Sequence[Prompt], taught: bool, given: bool) -> set[str]:
-    """Of the first prompts, and of what is learned from them: ``taught`` by the warm start, ``given`` in the run."""
-    found = set(ALPHABET)
-    for prompt in _usable(source, range(min(SEEN_PROMPTS, len(source)))):
-        found.update(prompt.as_text(), answer_of(prompt) if taught else "", _given_text(prompt) if given else "")
-    return found
-
-
-def _given_text(prompt: Prompt) -> str:
-    """What is said in a row's own answer; nothing of one that the run drops, since it has none."""
-    answer = own_answer(prompt)
-    if not is_answer(answer):
-        return ""
-    return answer if isinstance(answer, str) else "".join(map(said, answer))
-
-
-def _usable(source: Sequence[Prompt], numbers: Iterable[int]) -> list[Prompt]:
-    """The prompts of these numbers, but for rows that are none: the run drops them with their reason."""
-    found = []
-    for number in numbers:
-        try:
-            found.append(source[int(number)])
-        except DataError:
-            continue
-    if not found:
-        raise DataError(f"prompts.train: none of {len(source)} rows that were drawn for model.warm_start can be used")
-    return found
 
 
 def _examples(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.pipeline.config import Config, TinyModel
+from penstock.pipeline.models.characters import characters_of
 from penstock.pipeline.preflight import given, told_tools, unshown
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.preflight.steps import steps_made
@@ -104,6 +105,9 @@ def _look_at(
                 f"{key}: {len(why)} of the first {len(why) + len(usable)} rows cannot be used and will be dropped; "
                 f"{why[0]}"
             )
+        model = config.model
+        if key == "prompts.train" and isinstance(model, TinyModel) and config.rollout.all_environments:
+            report.characters = characters_of(prompts, model.warm_start.steps > 0, config.rollout.given.answers > 0)
         if counts_to is not None:
             for prompt in [*usable, *_of_rare_sources(prompts)]:
                 report.rows.setdefault(prompt.source or counts_to, prompt)

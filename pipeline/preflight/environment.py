@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock.pipeline.config import Config, PretrainedModel, TinyModel
+from penstock.pipeline.models.characters import SEEN_PROMPTS, UNKNOWN
 from penstock.pipeline.preflight.data import check_length
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.preflight.rewards import ANSWER, TRIAL_S
@@ -22,7 +23,9 @@ from penstock.services.environments.tool_calls import BEGIN, as_called
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install
 
-AGAIN = "reset, once more"
+AGAIN = "once more"
+LETTERS = 60
+"""Of an answer, or of what is said to it, that are told."""
 
 
 def look(config: Config, report: Report) -> None:
@@ -56,52 +59,120 @@ def _look_at(config: Config, environment: EnvironmentConfig, key: str, row: Prom
 def _play(
     config: Config, environment: EnvironmentConfig, key: str, pool: EnvironmentPool, row: Prompt, report: Report
 ) -> None:
-    """One turn, with an answer that need not make sense. Adds to ``report`` what came of it. Raises `SetupError`."""
+    """One turn, with answers that need not make sense. Adds to ``report`` what came of it. Raises `SetupError`."""
     truth = row.truth if isinstance(row.truth, str) and row.truth else ANSWER
-    calls: dict[str, Callable[[Answered], None]] = {
-        "reset": lambda heard: pool.reset(0, row, heard),
-        f"step({truth[:60]!r})": lambda heard: pool.step(0, truth, heard),
-    }
-    if environment.settles:
-        calls[AGAIN] = lambda heard: pool.reset(1, row, heard)  # the step may have asked the first already
-        calls["get_reward"] = lambda heard: pool.finish(1, heard)
-    for name, call in calls.items():
+    words = f"{key}: {environment.environment}"
+    heard: dict[str, dict[str, Any]] = {}
+    for name, call in _calls(environment, pool, row, truth).items():
         said: queue.Queue[tuple[dict[str, Any] | None, str]] = queue.Queue()
         call(lambda found, error, said=said: said.put((found, error)))  # type: ignore[misc]
         try:
             found, error = said.get(timeout=min(TRIAL_S, environment.timeout_s) + 2)
         except queue.Empty:
-            report.notes.append(
-                f"{key}: {environment.environment}: {name} did not answer within {TRIAL_S:g} s; it was not looked at"
-            )
-            return
+            report.notes.append(f"{words}: {name} did not answer within {TRIAL_S:g} s; it was not looked at")
+            break
+        if found is None and name == _step(ANSWER) != _step(truth):
+            report.notes.append(f"{words}: {name}, tried on row {row.index}, {error}; such an answer has no reward")
+            break
         if found is None:
-            raise SetupError(f"{key}: {environment.environment}: {name}, tried on row {row.index}, {error}")
-        if name == AGAIN:
-            continue
-        if found.get("tools") and not isinstance(found["prompt"], list) and row.messages is None:
-            raise SetupError(
-                f"{key}: {environment.environment} has tools, which a chat template tells of, and row {row.index} is "
-                "plain text; take prompts of messages (prompts.train.chat=true with a source that has it)"
-            )
-        if found.get("tools") and isinstance(config.model, TinyModel):
-            raise SetupError(
-                f"{key}: {environment.environment} has tools, which a chat template tells of, and a tiny model has "
-                "none; take a pretrained model, or an environment without tools"
-            )
-        if "prompt" in found and isinstance(config.model, PretrainedModel):
-            _encode(config, environment, key, row, found, report)
-        if found.get("tools"):
-            names = ", ".join(str(tool.get("function", {}).get("name")) for tool in found["tools"])
-            report.lines.append(f"{key}: {environment.environment}: the policy may call {names}")
-        if name == "get_reward":
+            raise SetupError(f"{words}: {name}, tried on row {row.index}, {error}")
+        heard[name] = found
+        if name == "reset":
+            _look_at_tools(config, environment, key, row, found, report)
+        elif name == "get_reward":
             _check_rewarded(config, environment, key, found["reward"])
-        elif "reward" in found:
-            then = "ended the task" if found["done"] else "went on"
-            report.lines.append(
-                f"{key}: {environment.environment}: {name}, on row {row.index}, gave a reward of {found['reward']:g} "
-                f"and {then}"
-            )
+        elif "reward" in found and AGAIN not in name:
+            then = "ended the task" if found["done"] else f"went on: {_as_read(found['observation'], report)!r}"
+            report.lines.append(f"{words}: {name}, on row {row.index}, gave a reward of {found['reward']:g} and {then}")
+    _compare(words, heard, row, report)
+    _look_at_characters(words, heard, report)
+
+
+def _step(answer: str) -> str:
+    return f"step({answer[:LETTERS]!r})"
+
+
+def _calls(
+    environment: EnvironmentConfig, pool: EnvironmentPool, row: Prompt, truth: str
+) -> dict[str, Callable[[Answered], None]]:
+    """By name. A second object is told the same as the first, and a third an answer that is hardly right."""
+    calls: dict[str, Callable[[Answered], None]] = {
+        "reset": lambda heard: pool.reset(0, row, heard),
+        _step(truth): lambda heard: pool.step(0, truth, heard),
+        f"reset, {AGAIN}": lambda heard: pool.reset(1, row, heard),
+    }
+    if environment.settles:  # the step may have asked the first already
+        return calls | {"get_reward": lambda heard: pool.finish(1, heard)}
+    calls[f"{_step(truth)}, {AGAIN}"] = lambda heard: pool.step(1, truth, heard)
+    if truth != ANSWER:
+        calls[f"reset, {AGAIN}, for another answer"] = lambda heard: pool.reset(2, row, heard)
+        calls[_step(ANSWER)] = lambda heard: pool.step(2, ANSWER, heard)
+    return calls
+
+
+def _look_at_tools(
+    config: Config, environment: EnvironmentConfig, key: str, row: Prompt, found: dict[str, Any], report: Report
+) -> None:
+    """What reset has ``found``: can the policy be told of it? Raises `SetupError`."""
+    if found["tools"] and not isinstance(found["prompt"], list) and row.messages is None:
+        raise SetupError(
+            f"{key}: {environment.environment} has tools, which a chat template tells of, and row {row.index} is "
+            "plain text; take prompts of messages (prompts.train.chat=true with a source that has it)"
+        )
+    if found["tools"] and isinstance(config.model, TinyModel):
+        raise SetupError(
+            f"{key}: {environment.environment} has tools, which a chat template tells of, and a tiny model has "
+            "none; take a pretrained model, or an environment without tools"
+        )
+    if isinstance(config.model, PretrainedModel):
+        _encode(config, environment, key, row, found, report)
+    if found["tools"]:
+        names = ", ".join(str(tool.get("function", {}).get("name")) for tool in found["tools"])
+        report.lines.append(f"{key}: {environment.environment}: the policy may call {names}")
+
+
+def _text(said: Any) -> str:
+    """Of what reset or step has said: text, messages, or nothing."""
+    return said or "" if not isinstance(said, list) else "\n\n".join(message["content"] for message in said)
+
+
+def _as_read(said: Any, report: Report) -> str:
+    """The beginning of it, as the policy's tokenizer reads it."""
+    text, known = _text(said), report.characters
+    text = text if len(text) <= LETTERS else f"{text[:LETTERS]} …"
+    return text if known is None else "".join(letter if letter in known else UNKNOWN for letter in text)
+
+
+def _compare(words: str, heard: dict[str, dict[str, Any]], row: Prompt, report: Report) -> None:
+    """Adds to ``report`` where two objects that were told the same have said different things."""
+    for name, found in heard.items():
+        again = heard.get(f"{name}, {AGAIN}", found)
+        for what in ("prompt", "observation", "reward", "done"):
+            if found.get(what) != again.get(what):
+                both = " and ".join(repr(_short(each[what])) for each in (found, again))
+                report.notes.append(
+                    f"{words}: {name}, on row {row.index}, gave the {what} {both} when it was tried twice: the answers "
+                    "of a group are compared with each other, so what is random in a task should follow from its "
+                    "prompt, e.g. random.Random(prompt.index)"
+                )
+                return
+
+
+def _short(said: Any) -> Any:
+    return _text(said)[:LETTERS] if isinstance(said, list | str) else said
+
+
+def _look_at_characters(words: str, heard: dict[str, dict[str, Any]], report: Report) -> None:
+    """Adds to ``report`` what a tiny model cannot read of what was said."""
+    if report.characters is None:
+        return
+    text = "".join(_text(found.get("prompt")) + _text(found.get("observation")) for found in heard.values())
+    if unknown := dict.fromkeys(letter for letter in text if letter not in report.characters):
+        report.notes.append(
+            f"{words}: says characters that the tiny model does not know, and reads as {UNKNOWN}: "
+            f"{', '.join(map(repr, unknown))}; it knows a-z, 0-9, some marks, and what the first {SEEN_PROMPTS:,} rows "
+            "of prompts.train have: say it in these, or take a pretrained model"
+        )
 
 
 def _check_rewarded(config: Config, environment: EnvironmentConfig, key: str, reward: float | None) -> None:

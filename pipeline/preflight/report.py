@@ -35,6 +35,8 @@ class Report:
     """The sources of the first rows of the training data."""
     evaluated: dict[str, set[str]] = field(default_factory=dict)
     """Those that the rows of each evaluation set count to, which was opened."""
+    characters: set[str] | None = None
+    """Those that a tiny model knows; None of another one, or where no environment speaks to it."""
 
     @contextmanager
     def collect(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import random
 import time
 from pathlib import Path
 
@@ -271,3 +272,18 @@ def half(text: str) -> str:
 def overlook(text: str) -> str:
     """A tool whose name a server's tool may take."""
     return text
+
+
+class Secret:
+    """Thinks of a number; `right` of a prompt's own."""
+
+    def __init__(self, right: bool) -> None:
+        self._right = right
+
+    def reset(self, prompt: penstock.Prompt) -> None:
+        self._secret = random.Random(prompt.index if self._right else None).random()
+
+    def step(self, answer: str) -> penstock.Turn:
+        if "42" in answer and self._right:
+            raise KeyError("no number")
+        return penstock.Turn(f"it is {self._secret}")

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
+from penstock.pipeline.models.characters import ALPHABET
+from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.services.modeling import attention  # noqa: F401 - registers ours
 from tests.rollout.test_multi_turn import CHAT
 from tests.rollout.test_torch_engine import make

@@ -14,7 +14,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
+from penstock.pipeline.models.characters import ALPHABET
+from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.services.gateway import formats
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.formats import Forms

@@ -21,7 +21,8 @@ from typer.testing import CliRunner, Result
 
 from penstock.pipeline.cli import app
 from penstock.pipeline.config import ConfigError, load
-from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
+from penstock.pipeline.models.characters import ALPHABET
+from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.pipeline.page import beats as page_beats
 from penstock.pipeline.page import data as page_data
 from penstock.pipeline.page import rollouts as page_rollouts

@@ -92,7 +92,9 @@ class Shows:
 
 class Guess:
     def step(self, answer):
-        return penstock.Turn(reward=0.5, done=True)
+        if answer == "2":
+            return penstock.Turn(reward=0.5, done=True)
+        return penstock.Turn("Too low")
 
 
 class Angry:
@@ -726,10 +728,13 @@ def test_a_dry_run_tells_the_same_and_starts_nothing(tmp_path: Path) -> None:
     gave = "# reward.functions.0: mine:good, called on row 0, gave 1 for the truth, 0 for 'I think the answer is 42.'"
     assert gave in good.stdout and "\nmodel:" in good.stdout
     played, _ = run(tmp_path, "config.yaml", "--dry-run", "rollout.environment={environment: 'mine:Guess'}")
-    assert (
-        "# rollout.environment: mine:Guess: step('2'), on row 0, gave a reward of 0.5 and ended the task"
-        in played.stdout
-    )
+    for words in (
+        "step('2'), on row 0, gave a reward of 0.5 and ended the task",
+        "step('I think the answer is 42.'), on row 0, gave a reward of 0 and went on: '<unk>oo low'",
+        "says characters that the tiny model does not know, and reads as <unk>: 'T'; it knows a-z",
+    ):
+        assert f"rollout.environment: mine:Guess: {words}" in played.stdout
+    assert "tried twice" not in played.stdout
     elsewhere, _ = run(tmp_path, "config.yaml", "--dry-run", "trainer.device=cuda")
     assert elsewhere.returncode == 0 and "# on this machine: trainer.device: cuda" in elsewhere.stdout
     assert not (tmp_path / "runs").exists()

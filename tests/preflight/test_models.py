@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GptOss
 
 from penstock.pipeline.config import Config, load
 from penstock.pipeline.models import make_tiny as making
-from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
+from penstock.pipeline.models.characters import ALPHABET
+from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.pipeline.preflight import data, environment, pictures
 from penstock.pipeline.preflight import model as models
 from penstock.pipeline.preflight.report import Report
@@ -220,6 +221,20 @@ def test_a_class_of_tools_gives_a_reward_or_somebody_else_is_named(policy: Path,
         environment.look(config, report)
         assert len(report.problems) == problems
     assert "options.class: tests.environments.games:Silent has no get_reward(), so that" in report.problems[0]
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_two_objects_that_are_told_the_same_should_say_the_same(right: bool) -> None:
+    played = {"environment": "tests.environments.games:Secret", "options": {"right": right}}
+    told = {"model": {"type": "tiny"}, "prompts": {"train": {"type": "sort"}}, "rollout": {"environment": played}}
+    report = Report(row=Prompt(index=3, text="a=", truth="7"))
+    environment.look(Config.model_validate(told), report)
+    assert "step('7'), on row 3, gave a reward of 0 and went on: 'it is 0." in report.lines[0]
+    (note,) = report.notes
+    if right:
+        assert "step('I think the answer is 42.'), tried on row 3, raised KeyError" in note
+    else:
+        assert "step('7'), on row 3, gave the observation 'it is 0." in note and "should follow from its prompt" in note
 
 
 @pytest.mark.parametrize("template", [PLAIN, TOLD])

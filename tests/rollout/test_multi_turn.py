@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
+from penstock.pipeline.models.characters import ALPHABET
+from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.protocols.experience import UNSAMPLED, Group, Prompt, Sampling
 from penstock.protocols.messages import Lease
 from penstock.protocols.packed_groups import pack_group, unpack_group

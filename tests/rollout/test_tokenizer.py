@@ -15,7 +15,8 @@ from transformers import MistralConfig, PreTrainedTokenizerFast
 
 from penstock.pipeline.config import Config, load
 from penstock.pipeline.config.load import as_yaml, dump
-from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
+from penstock.pipeline.models.characters import ALPHABET
+from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.pipeline.preflight.model import _encode
 from penstock.pipeline.preflight.report import Report
 from penstock.services.modeling.load import load_tokenizer

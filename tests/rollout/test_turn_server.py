@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
+from penstock.pipeline.models.characters import ALPHABET
+from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.protocols import messages as m
 from penstock.protocols.experience import Sampling, as_bytes
 from penstock.services.rollout.engines.base import Completion

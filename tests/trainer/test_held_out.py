@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
+from penstock.pipeline.models.characters import ALPHABET
+from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.protocols.columns import ColumnTable
 from penstock.protocols.experience import Prompt
 from penstock.protocols.messages import HeldOutRow
