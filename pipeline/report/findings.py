@@ -6,15 +6,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from penstock.pipeline.config import Config
+from penstock.services.environments.config import key_of
+
 Rows = Sequence[dict[str, Any]]
 
 LAST = 10
 """What is said of the end of a run is said of so many steps."""
 OFTEN = 0.05
 """A smaller share of steps above a bound is not worth a word."""
+SOLVED = 0.9
+"""Where so many of a step's groups have right answers alone, little is left to learn."""
 
 
-def findings(state: dict[str, Any], steps: Rows, drops: Rows) -> list[str]:
+def findings(config: Config, state: dict[str, Any], steps: Rows, drops: Rows) -> list[str]:
     """A sentence each, the gravest first: ``state`` is `protocols.messages.Status`, ``steps`` the rows of the steps,
     ``drops`` those of the dropped groups."""
     trackers = [
@@ -29,7 +34,7 @@ def findings(state: dict[str, Any], steps: Rows, drops: Rows) -> list[str]:
     learned = [*_learned(state, steps), *other_store(state)]
     if back := state["totals"].get("rolled_back"):
         learned.append(f"it was taken back to version {back} (penstock rollback): totals are of what came after")
-    return [*learned, *_rewards(state), *_prompts(state, drops), *_answers(state, steps), *trackers]
+    return [*learned, *_rewards(state), *_prompts(state, drops), *_answers(config, steps), *trackers]
 
 
 def other_store(state: dict[str, Any]) -> Iterator[str]:
@@ -51,21 +56,37 @@ def _learned(state: dict[str, Any], steps: Rows) -> Iterator[str]:
         )
     elif steps and not any(row.get("grad_norm") for row in steps):
         yield "nothing was learned: the gradient was 0 in every step"
-    trained, flat = state["totals"]["trained"], state["totals"]["groups_without_variance"]
-    if trained and flat > trained / 2 and any(row.get("given_tokens") for row in steps):
-        yield (
-            f"{flat} of {trained} trained groups had answers of equal reward, from which nothing is learned of the "
-            "policy's own: the prompts are too easy or too hard for it, or the reward does not tell answers apart"
-        )
-    elif trained and flat > trained / 2:
-        yield (
-            f"{flat} of {trained} trained groups had answers of equal reward, from which nothing is learned: the "
-            "prompts are too easy or too hard, or the reward does not tell answers apart; replay.filter=zero_variance "
-            "generates others instead"
-        )
+    yield from _without_variance(state, steps)
     if state["phase"] == "done" and state["step"] < state["steps"]:
         why = state.get("early") or "the prompts ended (prompts.epochs, prompts.train)"
         yield f"the run ended after {state['step']} of {state['steps']} steps: {why}"
+
+
+def _without_variance(state: dict[str, Any], steps: Rows) -> Iterator[str]:
+    """At most one: where most groups taught nothing, but not where that is since the run has ended well."""
+    trained, flat = state["totals"]["trained"], state["totals"]["groups_without_variance"]
+    solved = min(flat, round(sum(map(_solved, steps))))
+    most = sum(row.get("solved_all", 0) >= SOLVED for row in steps) > len(steps) / 2
+    given, stuck = any(row.get("given_tokens") for row in steps), flat - solved > trained / 2
+    if not trained or flat <= trained / 2 or not (stuck or most):
+        return
+    words = f"{flat} of {trained} trained groups had answers of equal reward, from which nothing is learned"
+    words += " of the policy's own" * given
+    if not stuck:
+        yield (
+            f"{words}: {solved} of them had the highest reward of their step. The task is learned, and fewer steps "
+            "would do, or the prompts are too easy, or the reward does not tell answers apart"
+        )
+        return
+    right = f" ({solved} of them since all were right)" * (solved > 0)
+    remedy = "" if given else "; replay.filter=zero_variance generates others instead"
+    yield f"{words}{right}: the prompts are too easy or too hard, or the reward does not tell answers apart{remedy}"
+
+
+def _solved(row: dict[str, Any]) -> float:
+    """Groups of a step with right answers alone."""
+    right, stuck = row.get("solved_all", 0.0), row.get("solved_none", 0.0)
+    return row.get("groups_without_variance", 0.0) * right / (right + stuck) if right else 0.0
 
 
 def _rewards(state: dict[str, Any]) -> Iterator[str]:
@@ -100,15 +121,26 @@ def _prompts(state: dict[str, Any], drops: Rows) -> Iterator[str]:
         )
 
 
-def _answers(state: dict[str, Any], steps: Rows) -> Iterator[str]:
+def _answers(config: Config, steps: Rows) -> Iterator[str]:
     last = [row["finished_share"] for row in steps[-LAST:] if "finished_share" in row]
     if last and sum(last) / len(last) < 0.5:
         share = 100 * (1 - sum(last) / len(last))
-        at = "rollout.sampling.max_new_tokens, or at rollout.engine.max_length"
-        if steps[-1].get("turns"):  # a trajectory of several may also end before its task does
-            at += ", or, of an environment, at rollout.environment.max_turns"
-        yield f"{share:.0f} % of the last steps' answers were cut off at {at}"
+        yield f"{share:.0f} % of the last steps' answers were cut off {_where(config, steps)}"
     yield from far_apart(steps, OFTEN * max(1, len(steps)), f"{len(steps)} steps")
+
+
+def _where(config: Config, steps: Rows) -> str:
+    """What may have cut answers off, the likeliest first."""
+    played, new = config.rollout.all_environments, config.rollout.sampling.max_new_tokens
+    room = "where rollout.engine.max_length has no room for more"
+    if not played and not config.gateway.count:  # a prompt that leaves less room is dropped
+        return f"at rollout.sampling.max_new_tokens={new}" if new else room
+    turns = [row["turns"] for row in steps[-LAST:] if "turns" in row]
+    found = [f"at {key_of(source)}.max_turns={each.max_turns}" for source, each in played.items()]
+    if played and turns:
+        found[-1] += f" (they had {sum(turns) / len(turns):.1f} turns in the mean)"
+    found += [f"at rollout.sampling.max_new_tokens={new} in the last turn"] * bool(new)
+    return ", or ".join([*found, room, *["where their agents say so"] * bool(config.gateway.count)])
 
 
 def far_apart(steps: Rows, more_than: float, among: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.pipeline.config import ConfigError
+from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.report.findings import findings
 from penstock.protocols.messages import LedgerReply
 from penstock.services.runtime.lines import each_line, read_lines
@@ -114,6 +114,6 @@ def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts
         "evaluations": state["evaluations_by_set"],
         "evaluation_parts": state.get("evaluation_parts", {}),
         "eval_losses": losses,
-        "look_at_this": findings(state, steps, drops),
+        "look_at_this": findings(load(folder / "config.yaml"), state, steps, drops),
     }
     return dict(finite(found))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from penstock.pipeline.config import Config
 from penstock.pipeline.report.findings import findings
 from penstock.protocols.columns import Column, ColumnTable
 from penstock.services.broker.status import failures, rewards
@@ -32,7 +33,8 @@ def test_what_agents_have_given_up_is_told_as_theirs() -> None:
     assert failures(state) == [said]
     of_run = {"rewards": rewards(state), "phase": "done", "step": 1, "steps": 1}
     totals = {"trained": 1, "groups_without_variance": 0, "eval_unusable": 0}
-    assert findings(of_run | {"totals": totals}, [{"grad_norm": 1.0}], []) == [said]
+    config = Config.model_validate({"model": {"type": "tiny"}, "prompts": {"train": {"type": "sort"}}})
+    assert findings(config, of_run | {"totals": totals}, [{"grad_norm": 1.0}], []) == [said]
 
 
 def test_what_a_function_says_reaches_no_terminal_as_it_is() -> None:

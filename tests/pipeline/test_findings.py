@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
+from penstock.pipeline.config import Config
 from penstock.pipeline.report.findings import findings
+
+
+def config(**rollout: Any) -> Config:
+    told = {"sampling": {"max_new_tokens": 12}, **rollout}
+    return Config.model_validate({"model": {"type": "tiny"}, "prompts": {"train": {"type": "sort"}}, "rollout": told})
 
 
 def state(**changes: Any) -> dict[str, Any]:
@@ -21,9 +27,11 @@ def steps(**changes: Any) -> list[dict[str, Any]]:
 
 def test_of_a_run_in_which_all_went_well_nothing_is_said() -> None:
     said = {"source": "reward exact_match", "calls": 640, "failed": 0, "words": "", "last": ""}
-    assert findings(state(rewards={"reward/exact_match": said}), steps(mismatch_kl_k3=0.01), []) == []
-    assert findings(state(), steps(skipped=0.25), []) == [], "the other updates have changed the weights"
-    (line,) = findings(state(trackers={"wandb": "ConnectionError: no network; 6 rows wait for it"}), steps(), [])
+    assert findings(config(), state(rewards={"reward/exact_match": said}), steps(mismatch_kl_k3=0.01), []) == []
+    assert findings(config(), state(), steps(skipped=0.25), []) == [], "the other updates have changed the weights"
+    (line,) = findings(
+        config(), state(trackers={"wandb": "ConnectionError: no network; 6 rows wait for it"}), steps(), []
+    )
     assert line.startswith("run.trackers: wandb failed when the run ended (ConnectionError: no network")
 
 
@@ -61,8 +69,18 @@ DROP = {"group": 3, "kind": "prompt", "reason": "row 7: the prompt is empty"}
             "it was taken back to version 7 (penstock rollback): totals are",
         ),
         (state(totals={"eval_unusable": 2}), steps(), [], "2 times an evaluation prompt had no reward"),
-        (state(), steps(finished_share=0.2), [], "80 % of the last steps' answers were cut off"),
-        (state(), steps(finished_share=0.2, turns=3.0), [], "of an environment, at rollout.environment.max_turns"),
+        (
+            state(totals={"groups_without_variance": 61}),
+            steps(groups_without_variance=6.1, solved_all=0.01, solved_none=0.7),
+            [],
+            "learned (1 of them since all were right): the prompts are too easy or too hard",
+        ),
+        (
+            state(totals={"groups_without_variance": 76}),
+            steps(groups_without_variance=7.6, solved_all=0.9, solved_none=0.05),
+            [],
+            "72 of them had the highest reward of their step. The task is learned, and fewer steps would do",
+        ),
         (
             state(),
             steps(mismatch_kl_k3=0.2, mismatch_fresh_kl_k3=0.3),
@@ -81,5 +99,35 @@ DROP = {"group": 3, "kind": "prompt", "reason": "row 7: the prompt is empty"}
 def test_each_is_a_sentence(
     seen: dict[str, Any], rows: list[dict[str, Any]], drops: list[dict[str, Any]], words: str
 ) -> None:
-    (sentence,) = findings(seen, rows, drops)
+    (sentence,) = findings(config(), seen, rows, drops)
     assert words in sentence
+
+
+GUESS = {"environment": "mine:Guess", "max_turns": 4}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "where"),
+    [
+        ({}, "cut off at rollout.sampling.max_new_tokens=12"),
+        ({"sampling": {"max_new_tokens": None}}, "cut off where rollout.engine.max_length has no room for more"),
+        (
+            {"environment": GUESS},
+            "cut off at rollout.environment.max_turns=4 (they had 3.5 turns in the mean), or at "
+            "rollout.sampling.max_new_tokens=12 in the last turn, or where rollout.engine.max_length has no room for "
+            "more",
+        ),
+    ],
+)
+def test_of_what_cuts_answers_off_only_that_is_named_which_can(rollout: dict[str, Any], where: str) -> None:
+    rows = steps(finished_share=0.2, turns=3.5)
+    (sentence,) = findings(config(**rollout), state(), rows, [])
+    assert sentence == f"80 % of the last steps' answers were {where}"
+
+
+def test_of_a_task_that_was_learned_by_and_by_nothing_is_said() -> None:
+    rows = [
+        row | {"groups_without_variance": 6.0, "solved_all": place / 10, "solved_none": 0.1}
+        for place, row in enumerate(steps())
+    ]
+    assert findings(config(), state(totals={"groups_without_variance": 60}), rows, []) == []
