@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 MOST = 32
@@ -32,3 +32,13 @@ def fault(metrics: Mapping[Any, Any]) -> str:
 def added(some: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
     """The sum of each, over what has it."""
     return {name: some.get(name, 0.0) + more.get(name, 0.0) for name in {**some, **more}}
+
+
+def mean_over_sessions(measured: Iterable[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """The mean of each over the sessions that have it: ``measured`` has the session of each trajectory and what it
+    says, of which the last of a session counts."""
+    found: dict[str, dict[int, float]] = {}
+    for session, metrics in measured:
+        for name, value in metrics.items():
+            found.setdefault(name, {})[session] = value
+    return {name: sum(values.values()) / len(values) for name, values in found.items()}

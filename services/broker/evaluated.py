@@ -6,8 +6,9 @@ import numpy as np
 import regex
 import structlog
 
-from penstock.protocols.columns import REWARD
+from penstock.protocols.columns import AGENT, REWARD
 from penstock.protocols.experience import ExperienceError, Group, Purpose, Trajectory, mean_by_session, sessions_of
+from penstock.protocols.measured import mean_over_sessions
 from penstock.protocols.packed_groups import unpack_group
 from penstock.protocols.wire import WireError
 from penstock.services.broker.by_trajectory import by_trajectory
@@ -45,7 +46,7 @@ def finish_evaluation(state: BrokerState, number: int) -> None:
     if group:
         _keep_for_people(state, entry.draw, group, columns)
     state.payloads.forget(key)
-    parts = _parts(state, each, group)
+    parts = _parts(each, group, sessions)
     state.record_evaluation(state.evaluation.score(number, _mean(each[REWARD]), scores, parts))
 
 
@@ -63,17 +64,18 @@ def _group(state: BrokerState, key: Key) -> Group | None:
         return None
 
 
-def _parts(state: BrokerState, each: dict[str, np.ndarray], group: Group | None) -> dict[str, float]:
-    """By name: the mean of every column of which the reward is not the same number, and what the answers are like."""
-    (total,) = (total for total in state.settings.columns.sums if total.name == REWARD)
-    known = {name: values for name, values in each.items() if name != REWARD}
-    if state.settings.prompts.best_part not in known:
-        known = {name: values for name, values in known.items() if total.terms != {name: 1.0}}
-    found = {name: _mean(values) for name, values in known.items() if np.isfinite(values).any()}
-    if group:
-        found["response_tokens"] = float(np.mean([t.sampled for t in group.trajectories]))
-        found["finished_share"] = float(np.mean([t.finish == "stop" for t in group.trajectories]))
-    return found
+def _parts(each: dict[str, np.ndarray], group: Group | None, sessions: np.ndarray) -> dict[str, float]:
+    """By name: the mean of every column, and what the answers are like. ``each`` has a column's values by session."""
+    found = {name: _mean(values) for name, values in each.items() if name != REWARD and np.isfinite(values).any()}
+    if group is None:
+        return found
+    answers = group.trajectories
+    found["response_tokens"] = float(np.mean([t.sampled for t in answers]))
+    found["finished_share"] = float(np.mean([t.finish == "stop" for t in answers]))
+    if turns := [len(t.turns) for t in answers if t.turns]:  # others were answered once
+        found["turns"] = float(np.mean(turns))
+    measured = mean_over_sessions(zip(sessions.tolist(), (t.metrics for t in answers), strict=True))
+    return found | {f"{AGENT}{name}": value for name, value in measured.items()}
 
 
 def _mean(values: np.ndarray) -> float:

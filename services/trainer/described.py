@@ -6,6 +6,7 @@ import numpy as np
 
 from penstock.protocols.columns import AGENT, REFERENCE, REWARD
 from penstock.protocols.experience import mean_by_session
+from penstock.protocols.measured import mean_over_sessions
 from penstock.services.learning.batch import TrainingBatch
 
 OF_ANY = (
@@ -105,11 +106,8 @@ def _turns(step: TrainingBatch) -> dict[str, float]:
         found["reward_greedy"] = float(np.nanmean(step.greedy))
     if turns := [len(t.turns) for t in step.trajectories if t.turns]:  # others were answered once
         found["turns"] = float(np.mean(turns))
-    measured: dict[str, dict[int, float]] = {}
-    for session, trajectory in zip(step.sessions.tolist(), step.trajectories, strict=True):
-        for name, value in trajectory.metrics.items():
-            measured.setdefault(name, {})[session] = value
-    return found | {f"{AGENT}{name}": float(np.mean([*values.values()])) for name, values in measured.items()}
+    measured = mean_over_sessions(zip(step.sessions.tolist(), (t.metrics for t in step.trajectories), strict=True))
+    return found | {f"{AGENT}{name}": value for name, value in measured.items()}
 
 
 def _by_source(step: TrainingBatch) -> dict[str, float]:

@@ -79,13 +79,15 @@ class Peer:
     def leases(self, count: int) -> list[m.Lease]:
         return [self.next(m.Lease) for _ in range(count)]
 
-    def finish(self, lease: m.Lease, version: int = 0, failures: Sequence[str] = ()) -> m.Message:
+    def finish(
+        self, lease: m.Lease, version: int = 0, failures: Sequence[str] = (), metrics: dict[str, float] | None = None
+    ) -> m.Message:
         prompt = np.array([3, 4], np.int32)
         made = [
             Trajectory(
                 np.r_[prompt, 5, 6].astype(np.int32), np.array([0, 0, 1, 1], np.uint8),
                 np.array([0, 0, -1, -1], np.float32), np.array([-1, -1, version, version], np.int32), "ab",
-                failure=failure,
+                failure=failure, metrics=metrics or {},
             )
             for failure in failures or [""] * lease.sampling.n
         ]  # fmt: skip

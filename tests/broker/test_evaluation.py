@@ -24,7 +24,7 @@ from penstock.protocols.columns import Column, ColumnTable, WeightedSum
 from penstock.protocols.experience import Prompt, Sampling, Trajectory
 from penstock.services.broker import best_version
 from penstock.services.broker.config import CurriculumConfig, EvalSampling, PromptsConfig, ReplayConfig
-from penstock.services.broker.evaluated import _vote
+from penstock.services.broker.evaluated import _parts, _vote
 from penstock.services.broker.rules.course import best_of
 from penstock.services.broker.rules.evaluation import Evaluation, majority, pass_at
 from penstock.services.broker.rules.held_out_losses import HeldOutLosses
@@ -213,6 +213,11 @@ def test_votes_are_of_boxes_or_of_a_pattern_that_does_not_hold_up_the_broker() -
         assert _vote(replace(one, text=said), boxed) == vote
 
 
+def test_what_the_reward_is_made_of_is_told_where_that_is_one_column_too() -> None:
+    each = {"reward": np.array([0.5, 1.0]), "reward/environment": np.array([0.5, 1.0])}
+    assert _parts(each, None, np.arange(2)) == {"reward/environment": 0.75}
+
+
 def test_another_part_of_the_truth_is_another_measure_and_a_key_that_is_not_set_is_none() -> None:
     def measured(**function: object) -> str:
         said: Any = SimpleNamespace(settings=SimpleNamespace(described={"reward": {"functions": [function]}}))
@@ -320,7 +325,7 @@ def test_right_answers_pass_though_something_else_takes_off_from_their_reward(tm
     marks = {EXACT: [[1, 0], [0, 1]], SHORT: [[-1, -1], [-1, math.nan]]}
     leases = [lease for lease in rollout.leases(2) if lease.purpose == "eval"]
     for lease in leases:
-        rollout.finish(lease)
+        rollout.finish(lease, metrics={"solved": 0.25})
     for column, values in marks.items():
         said = [
             m.Score(purpose="eval", number=lease.number, values=np.array(each, np.float32))
@@ -335,7 +340,7 @@ def test_right_answers_pass_though_something_else_takes_off_from_their_reward(tm
     assert {name: row["sets"][f"held_out/{name}"] for name in ("pass@1", "pass@2")} == {"pass@1": 0.5, "pass@2": 1.0}
     assert row["parts"] == {
         "held_out/reward/exact": 0.5, "held_out/reward/short": -1.0, "held_out/response_tokens": 2.0,
-        "held_out/finished_share": 1.0,
+        "held_out/finished_share": 1.0, "held_out/agent/solved": 0.25,
     }  # fmt: skip
     kept = read_lines(tmp_path / "eval_samples.jsonl")
     assert [(each["label"], each["set"], each["row"], each["sample"], each["reward/exact"]) for each in kept] == [
