@@ -17,7 +17,7 @@ from penstock.protocols.experience import ExperienceError, Group
 from penstock.protocols.messages import Batch
 from penstock.protocols.wire import WireError
 from penstock.services.broker import archive
-from penstock.services.broker.samples import rows
+from penstock.services.broker.samples import by_trajectory, rows
 from penstock.services.broker.seen import keep
 
 
@@ -29,8 +29,7 @@ def rollouts(run: str | Path, step: int | None = None) -> Iterator[dict[str, Any
     """
     table, groups = archived(run, step)
     for number, group, columns in groups:
-        by_token = of_tokens(group, columns, table)
-        found = rows(number, group, {name: v for name, v in columns.items() if name not in by_token})
+        found = rows(number, group, by_trajectory(group, columns, of_tokens(group, columns, table)))
         for row, trajectory in zip(found, group.trajectories, strict=True):
             yield row | ({"turns": list(trajectory.turns)} if trajectory.turns else {})
 

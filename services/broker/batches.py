@@ -14,7 +14,7 @@ from penstock.protocols.wire import WireError
 from penstock.services.broker.archive import open_group
 from penstock.services.broker.payloads import PayloadLostError
 from penstock.services.broker.rules.ledger import Step
-from penstock.services.broker.samples import answers, best_and_worst, rows
+from penstock.services.broker.samples import answers, best_and_worst, by_trajectory, rows
 from penstock.services.broker.state import BrokerState
 from penstock.services.runtime import health
 from penstock.services.runtime.errors import SetupError
@@ -91,14 +91,15 @@ def _record_samples(state: BrokerState, step: int, groups: list[m.TakenGroup]) -
         return
     kept: list[dict[str, Any]] = []
     pictures: list[bytes] = []
+    columns = state.settings.columns
+    of_tokens = set(columns.names) - columns.by_trajectory
     for taken in groups[: len(groups) if keep == "all" else 1 if keep == "some" else keep]:
         try:
             group = open_group(taken)
         except (ExperienceError, WireError) as error:  # the trainer leaves it out too
             log.warning("a sample cannot be read", group=taken.number, error=str(error))
             continue
-        flat = state.settings.columns.by_trajectory
-        found = list(rows(step, group, {n: v for n, v in taken.columns.items() if n in flat}))
+        found = list(rows(step, group, by_trajectory(group, taken.columns, of_tokens)))
         chosen = best_and_worst(found) if keep == "some" else found
         pictures += [each for row in chosen for each in group.trajectories[row["sample"]].pictures]
         kept += chosen

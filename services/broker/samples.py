@@ -54,6 +54,15 @@ def rows(step: int, group: Group, columns: Mapping[str, np.ndarray]) -> Iterator
         yield row
 
 
+def by_trajectory(group: Group, columns: Mapping[str, np.ndarray], by_token: Collection[str]) -> dict[str, np.ndarray]:
+    """What `rows` are told of ``columns``, of which those ``by_token`` have a value for each token: a reward's count by
+    their sums, and others are left out."""
+    begins = np.cumsum([0, *(len(trajectory.tokens) for trajectory in group.trajectories)])[:-1]
+    found = {name: values for name, values in columns.items() if name not in by_token}
+    of_reward = [name for name in columns if name in by_token and name.startswith(f"{REWARD}/")]
+    return found | {name: np.add.reduceat(columns[name], begins) for name in of_reward}
+
+
 def _number(value: Any) -> float | None:
     number = float(value)
     return None if number != number else number
@@ -93,11 +102,9 @@ def _answers(
         log.warning("answers cannot be read", group=taken.number, error=str(error))
         return
     prompt = _cut(group.prompt.as_text())
-    begins = np.cumsum([0, *(len(trajectory.tokens) for trajectory in group.trajectories)])[:-1]
     parts = {name: np.full(len(group.trajectories), np.nan) for name in (REWARD, *rewards)}
-    for name in parts.keys() & taken.columns.keys():
-        values = taken.columns[name]
-        parts[name] = np.add.reduceat(values, begins) if name in by_token else values
+    known = by_trajectory(group, taken.columns, by_token)
+    parts |= {name: known[name] for name in parts.keys() & known.keys()}
     for sample, trajectory in enumerate(group.trajectories):
         if trajectory.greedy:
             continue

@@ -21,6 +21,7 @@ from penstock.pipeline import cli
 from penstock.pipeline.run.summary import steps_of
 from penstock.pipeline.tools.export import FIXED
 from penstock.services.broker import archive
+from penstock.services.runtime.lines import read_lines
 from tests.e2e.runs import ROOT, SHORT, Run, check_promises, free_port
 
 EXAMPLES = ROOT / "examples"
@@ -103,6 +104,8 @@ def test_own_environment(tmp_path: Path) -> None:
     run, _ = run_copy("own-environment", tmp_path)
     rows = steps_of(run.folder)
     assert all(1 <= row["turns"] <= 2 and row["reward/environment"] == pytest.approx(row["reward"]) for row in rows)
+    kept = read_lines(run.folder / "samples.jsonl")
+    assert kept and all(row["reward/environment"] == row["reward"] for row in kept)
 
 
 def test_a_judge_that_is_not_there_is_told_of_before_anything_starts(tmp_path: Path) -> None:

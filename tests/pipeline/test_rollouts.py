@@ -66,8 +66,10 @@ def run(folder: Path, config: dict[str, Any], *steps: list[TakenGroup]) -> Path:
 
 def test_a_column_that_was_dropped_on_the_way_is_told_as_it_was(tmp_path: Path) -> None:
     old = {**rewards(), **reference(), "reward/other": np.array([3.0, 4.0], np.float32)}
+    old["reward/environment"] = np.arange(10, dtype=np.float32)
     folder = run(tmp_path, CONFIG, [a_group(0, old)], [a_group(1, rewards())])
     found = list(rollouts(folder))
+    assert [row.get("reward/environment") for row in found] == [10.0, 35.0, None, None], "a reward counts by its sum"
     assert [row.get("reward/other") for row in found] == [3.0, 4.0, None, None]
     assert not any("reference" in row for row in found), "it has a value for each token"
     pq = pytest.importorskip("pyarrow.parquet")
