@@ -18,6 +18,7 @@ from penstock.pipeline.config import Config, TinyModel
 from penstock.pipeline.observe import client
 from penstock.pipeline.observe.terminal import View
 from penstock.pipeline.resources.placement import place
+from penstock.pipeline.run import preparing
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.finish import conclude
 from penstock.pipeline.run.folder import client_file, run_key, run_name
@@ -162,12 +163,7 @@ class _Launch:
         words = "making the tiny model; its warm start is supervised (about 20 s) …"
         if not self._config.model.warm_start.steps:
             words = "making the tiny model …"
-        if not self._console.is_terminal:  # where a status shows nothing
-            self._console.print(words, highlight=False)
-        with self._console.status(words):
-            while child.alive:
-                self._hear_interrupt()
-                time.sleep(0.1)
+        preparing.watch(self._console, child, words, self._hear_interrupt)
         if child.process and child.process.returncode:
             raise RunError(f"the model could not be made: {child.last_words()}")
         child.done = True

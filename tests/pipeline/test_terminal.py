@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import math
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -13,7 +15,8 @@ from structlog.testing import CapturingLogger
 from penstock.pipeline.observe import terminal as of_terminal
 from penstock.pipeline.observe.terminal import View
 from penstock.pipeline.report.console import RunConsole
-from penstock.pipeline.run import launcher
+from penstock.pipeline.run import launcher, preparing
+from penstock.pipeline.run.supervisor import Supervisor
 
 STATE = {
     "metrics": {}, "step": 3, "steps": 10, "phase": "training", "max_lag": 2, "stall": None, "dropped": 0,
@@ -141,3 +144,19 @@ def test_the_end_of_a_terminal_is_an_end_unless_it_is_to_be_ignored() -> None:
         assert launcher.ends() == (signal.SIGINT, signal.SIGTERM)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_how_far_a_warm_start_is_is_said_without_a_terminal_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparing, "EVERY_S", 0)
+    said = tmp_path / "prepare.stderr"
+    said.write_text("warm start 150/150, loss 0.123\n")  # of one that died
+    works = (
+        "import time; from penstock.pipeline.models import progress; progress.TELL_S = 0\n"
+        "with progress.progress(8) as advance: advance(3, 8, 1.5); time.sleep(0.5)"
+    )
+    supervisor, console = Supervisor(0), RunConsole(file=io.StringIO())
+    child = supervisor.start("prepare", [sys.executable, "-c", works], said, restartable=False, foreign=True)
+    preparing.watch(console, child, "making it …", lambda: None)
+    assert console.file.getvalue() == "making it …\nwarm start 3/8, loss 1.500\n"  # type: ignore[attr-defined]
