@@ -163,7 +163,7 @@ class WarmStart(Section):
     """Learning rate at the first step; it falls to a tenth of it by the last."""
     corrupted: float = Field(0.75, ge=0, le=1)
     """Share of the answers whose characters are shuffled, so that only their form is taught, e.g. ``0.5``: half of
-    them."""
+    them. The others are shown as they are, and so is an answer of one character."""
 
 
 class TinyModel(Section):

@@ -20,6 +20,8 @@ from penstock.services.rollout.config import PluginEngineConfig
 
 ROWS = 64
 """So many rows of each source are looked at."""
+SHORT = 3
+"""Characters of an answer: shuffled, a shorter one is often the same."""
 FEW = 0.9
 """Less than this share of the steps is far from all."""
 
@@ -54,11 +56,32 @@ def look(config: Config, report: Report) -> None:
         told_tools.look_at_tiny(rows, report)
         if model.warm_start.steps:
             try:
-                answer_of(rows[0])
+                _look_at_warm_start(config, [answer_of(prompt) for prompt in rows], report)
             except ValueError as error:
                 report.problems.append(str(error))
         sizes = [len(prompt.as_text()) for prompt in rows]  # its tokens are characters
         check_length(config, sizes, report, model.max_length)
+
+
+def _look_at_warm_start(config: Config, answers: list[str], report: Report) -> None:
+    """Says where a tiny model's warm start shows it the ``answers``, which the run is to find."""
+    short = sum(len(answer) < SHORT for answer in answers)
+    assert isinstance(config.model, TinyModel)
+    corrupted = config.model.warm_start.corrupted
+    if config.rollout.all_given:
+        return
+    if short > len(answers) / 2:
+        why = (
+            f"{short} of the first {len(answers)} answers have less than {SHORT} characters, and shuffling hides little"
+        )
+    elif config.rollout.all_environments and corrupted < 1:
+        why = f"the model is shown truths of rows as answers, {100 * (1 - corrupted):.0f} % of them as they are"
+    else:
+        return
+    report.notes.append(
+        f"model.warm_start: {why} (model.warm_start.corrupted={corrupted:g}), so it may know some by heart before the "
+        "run begins; set model.warm_start.steps=0 where it should know none"
+    )
 
 
 def _compare_steps(config: Config, report: Report) -> None:

@@ -79,6 +79,8 @@ def _play(
         heard[name] = found
         if name == "reset":
             _look_at_tools(config, environment, key, row, found, report)
+            if found["prompt"] is not None:
+                report.lines.append(f"{words}: {name}, on row {row.index}, said {_as_read(found['prompt'], report)!r}")
         elif name == "get_reward":
             _check_rewarded(config, environment, key, found["reward"])
         elif "reward" in found and AGAIN not in name:

@@ -727,6 +727,7 @@ def test_a_dry_run_tells_the_same_and_starts_nothing(tmp_path: Path) -> None:
     assert good.returncode == 0 and "# prompts.train: 2 rows; row 0: '1+1='" in good.stdout
     gave = "# reward.functions.0: mine:good, called on row 0, gave 1 for the truth, 0 for 'I think the answer is 42.'"
     assert gave in good.stdout and "\nmodel:" in good.stdout
+    assert "model.warm_start: 2 of the first 2 answers have less than 3 characters" in good.stdout
     played, _ = run(tmp_path, "config.yaml", "--dry-run", "rollout.environment={environment: 'mine:Guess'}")
     for words in (
         "step('2'), on row 0, gave a reward of 0.5 and ended the task",
