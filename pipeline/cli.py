@@ -135,18 +135,21 @@ def evaluate(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint's folder, or a model of the hub.")],
     file: FILE,
     overrides: OVERRIDES = None,
+    as_json: Annotated[bool, typer.Option("--json", help="What came of it, as one JSON object on stdout.")] = False,
 ) -> None:
     """Answer the evaluation sets of FILE (prompts.eval) with CHECKPOINT, and print what came of it. Trains nothing.
 
     The rollouts of FILE answer, by its engine; its rewards judge. prompts.eval_sampling says how often each prompt is
-    answered: several times give pass@k and maj@n.
+    answered: several times give pass@k and maj@n. Each evaluation has a folder of its own below run.folder, with the
+    answers: runs/eval-…, or what run.name says.
 
     For instance: penstock eval runs/first-try/checkpoints/step-000150 configs/quickstart.yaml
     or: penstock eval Qwen/Qwen2.5-0.5B-Instruct configs/gsm8k.yaml prompts.eval_size=500
     """
     from penstock.pipeline.run.evaluate import evaluate as evaluate_checkpoint
 
-    raise typer.Exit(evaluate_checkpoint(RunConsole(), checkpoint, file, overrides or []))
+    console = RunConsole(stderr=as_json)
+    raise typer.Exit(evaluate_checkpoint(console, checkpoint, file, overrides or [], as_json))
 
 
 @app.command()

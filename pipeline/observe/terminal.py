@@ -119,10 +119,14 @@ class View:
         metrics, queues = state["metrics"], state["queues"]
         name, value = learned(metrics)
         lag = f"{metrics['lag_mean']:.2f}" if metrics else "-"
-        return (
-            f"{phase}: step {state['step']}/{state['steps']}  {name} {value}  lag {lag} (bound {state['max_lag']})  "
+        answered = f"{_answered(state)}  " * bool(phase.startswith("evaluating") and _answered(state))
+        trained = (
+            f"step {state['step']}/{state['steps']}  {name} {value}  lag {lag} (bound {state['max_lag']})  "
             f"groups leased={queues['leased']} unscored={queues['unscored']} ready={queues['ready']}  "
-            f"{_tokens_per_s(state):,.0f} tok/s  restarts {restarts}"
+        )
+        return (
+            (f"{phase}: {trained}" if state["steps"] else f"{phase.partition(' ')[0]}: ")
+            + f"{answered}{_tokens_per_s(state):,.0f} tok/s  restarts {restarts}"
             + "".join(f"  {words}" for words in _failing(state))
             + (f"  stall: {state['stall']}" if state["stall"] else "")
         )
@@ -131,8 +135,12 @@ class View:
         """The whole of it, as it is now."""
         phase = state["phase"].replace("_", " ")
         self._pace.tell(state["step"], state["train_s"])
+        under_way = state.get("evaluating") or {"answered": 0, "size": None}
+        done, total = state["step"], state["steps"] or None
+        if not total:  # an evaluation alone
+            phase, done, total = phase.partition(" ")[0], under_way["answered"], under_way["size"]
         self._progress.update(
-            self._task, description=phase, completed=state["step"], total=state["steps"],
+            self._task, description=phase, completed=done, total=total,
             elapsed=clock(state["wall_s"]), left=self._pace.left(state["steps"]),
         )  # fmt: skip
         metrics, queues = state["metrics"], state["queues"]
@@ -149,6 +157,8 @@ class View:
             "dropped": f"{state['dropped']} groups, {state['totals']['prompts_dropped']} of them for their prompts"
             + (f", {sum(state['filtered'].values())} by replay.filter" if state["filtered"] else ""),
         }
+        if not state["steps"]:
+            shown = {name: shown[name] for name in ("tokens/s", "dropped")}
         if state["evaluations_by_set"]:
             shown["evaluation"] = _evaluation(state)
         if state["eval_losses"]:
@@ -174,6 +184,12 @@ class View:
             actors.add_row(Text(name), Text(f"lost: silent for {silent_s:.0f} s", "red"), "-", "", "", "")
         title = f"{self._title}  ·  version {max(0, state['version'])}  ·  restarts {restarts}"
         return Panel(Group(self._progress, facts, actors), title=Text(title), title_align="left")
+
+
+def _answered(state: dict[str, Any]) -> str:
+    """Of the evaluation that is under way, e.g. ``40/60 answered``; empty: none is."""
+    under_way = state.get("evaluating")
+    return f"{under_way['answered']}/{under_way['size']} answered" if under_way else ""
 
 
 def _failing(state: dict[str, Any]) -> list[str]:

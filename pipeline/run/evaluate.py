@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from penstock.pipeline.config import ConfigError, PretrainedModel, load
 from penstock.pipeline.config.load import as_overrides
@@ -25,8 +25,8 @@ NOTHING_LEARNED = "trainer.algorithm={advantage: {type: reinforce_plus_plus}}"
 """Needs no reference, no critic and no groups."""
 
 
-def evaluate(console: Console, checkpoint: str, file: Path, overrides: list[str]) -> int:
-    """Prints a table; returns the exit code. Raises `ConfigError`."""
+def evaluate(console: Console, checkpoint: str, file: Path, overrides: list[str], as_json: bool = False) -> int:
+    """Prints what came of it; returns the exit code. Raises `ConfigError`."""
     config = load(file, overrides)
     if not config.prompts.eval or not config.prompts.eval_size:
         raise ConfigError("prompts.eval: there is nothing to evaluate on; name a data source, e.g. {type: sort}")
@@ -46,7 +46,7 @@ def evaluate(console: Console, checkpoint: str, file: Path, overrides: list[str]
     if config.run.name is None or not any(key_of(override) in ("run", "run.name") for override in overrides):
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).name)
         own.append(f"run.name=eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    return start(console, str(file), [*overrides, *own], None, False, print_evaluation)
+    return start(console, str(file), [*overrides, *own], None, False, print_json if as_json else print_evaluation)
 
 
 def _adapter(about: AdapterShape | None, path: str) -> dict[str, Any] | None:
@@ -58,18 +58,31 @@ def _adapter(about: AdapterShape | None, path: str) -> dict[str, Any] | None:
 
 
 def print_evaluation(console: Console, summary: dict[str, Any], folder: Path) -> None:
-    """The mean reward of every set, what several answers to a prompt tell, and what the reward is made of."""
-    found = summary["evaluations"].get("before", {}) | summary["evaluation_parts"].get("before", {})
-    measures = list(dict.fromkeys(name.partition("/")[2] or "reward" for name in found))
-    for what, name in (("evaluation; see", "metrics.jsonl"), ("answers:", "eval_samples.jsonl")):
-        console.print(f"{what} {folder / name}", highlight=False, markup=False, soft_wrap=True)
-    table = Table()
-    for column in ("set", *measures):
-        table.add_column(column)
-    for name in dict.fromkeys(name.partition("/")[0] for name in found):
-        values = [found.get(name if measure == "reward" else f"{name}/{measure}") for measure in measures]
-        table.add_row(Text(name), *("-" if value is None else f"{value:.4f}" for value in values))
-    console.print(table)
+    """The mean reward of every set, what several answers to a prompt tell, and what the reward is made of: a line
+    each."""
+
+    def say(words: str) -> None:
+        console.print(words, highlight=False, markup=False, soft_wrap=True)
+
+    found = _found(summary)
+    width = max(map(len, found), default=0)
+    sets = list(dict.fromkeys(name.partition("/")[0] for name in found))
+    for name in sorted(found, key=lambda name: sets.index(name.partition("/")[0])):
+        say(f"{name:{width}}  {'-' if found[name] is None else f'{found[name]:.4f}'}")
     most = load(folder / "config.yaml").prompts.eval_size
-    console.print(f"of each set its first {most:,} rows at most (prompts.eval_size)", highlight=False, markup=False)
+    say(f"the reward of each set, and what it is made of; of its first {most:,} rows at most (prompts.eval_size)")
+    say(f"folder, one of its own for each evaluation: {folder}")
+    for what, name in (("evaluation; see", "metrics.jsonl"), ("answers:", "eval_samples.jsonl")):
+        say(f"{what} {folder / name}")
     print_findings(console, summary)
+
+
+def print_json(_console: Console, summary: dict[str, Any], folder: Path) -> None:
+    """The same as one JSON object, alone on stdout."""
+    found = {"folder": str(folder), "outcome": summary["outcome"], "found": _found(summary)}
+    typer.echo(json.dumps(found | {"look_at_this": summary["look_at_this"]}))
+
+
+def _found(summary: dict[str, Any]) -> dict[str, Any]:
+    """As `metrics.jsonl` calls it: ``SET``, ``SET/pass@4``, ``SET/reward/NAME``."""
+    return {**summary["evaluations"].get("before", {}), **summary["evaluation_parts"].get("before", {})}

@@ -151,7 +151,7 @@ def _stalled(state: BrokerState, now: float) -> str | None:
 
 def live_state(state: BrokerState) -> dict[str, Any]:
     """`protocols.messages.Status`."""
-    now = clock.now()
+    now, under_way = clock.now(), state.evaluation.round
     members = {
         member.name: {
             "kind": member.kind,
@@ -178,6 +178,7 @@ def live_state(state: BrokerState) -> dict[str, Any]:
         "steps": max(state.settings.steps, state.groups.ledger.length),
         "version": state.versions.latest,
         "max_lag": state.settings.gate.max_lag,
+        "evaluating": {"answered": under_way.answered, "size": under_way.size} if under_way else None,
         "evaluations": dict(state.evaluation.results),
         "evaluated_after": state.evaluation.steps.get("after"),
         "evaluations_by_set": dict(state.evaluation.by_set),

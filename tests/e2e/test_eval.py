@@ -49,7 +49,13 @@ def test_sets_are_answered_as_they_ask_for_and_alike_each_time(checkpoint: Path,
     assert found["short/pass@1"] == pytest.approx(found["short"])
     assert 0 < found["short/pass@1"] < found["short/pass@4"] <= 1
     assert "pass@4" in said and "maj@4" in said and f"{found['short']:.4f}" in said
-    assert evaluate(checkpoint, tmp_path, "two", *asked)[1] == pytest.approx(found)
+    assert (
+        "tok/s" in said and "step 0/0" not in said and f"folder, one of its own for each evaluation: {tmp_path}" in said
+    )
+    said, again = evaluate(checkpoint, tmp_path, "two", *asked, "--json")
+    assert again == pytest.approx(found)
+    told = json.loads(said)
+    assert told["folder"] == str(tmp_path / "two") and told["found"].items() >= again.items()
 
 
 def test_nothing_to_evaluate_on_is_told(checkpoint: Path, tmp_path: Path) -> None:

@@ -119,6 +119,15 @@ def test_who_looks_on_is_told_the_runs_own_time_and_how_long_it_has_to_go() -> N
     assert "eta 0:50:00" in seen(view, 50, 3000.0), "steps are done again"
 
 
+def test_of_an_evaluation_alone_it_is_said_how_many_are_answered() -> None:
+    state = STATE | {"step": 0, "steps": 0, "phase": "evaluating_before", "evaluating": {"answered": 40, "size": 60}}
+    for terminal, told in ((False, "evaluating: 40/60 answered  0 tok/s  restarts 0\n"), (True, "40/60")):
+        file = io.StringIO()
+        with View(Console(file=file, force_terminal=terminal, width=100), "run") as view:
+            view.update(state, 0)
+        assert told in file.getvalue() and "lag" not in file.getvalue() and "reward" not in file.getvalue()
+
+
 def test_names_are_no_markup(said: CapturingLogger) -> None:
     file = io.StringIO()
     member = {"silent_s": 0.0, "version": 1}
