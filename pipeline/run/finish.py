@@ -14,7 +14,7 @@ from penstock.pipeline.page.build import write
 from penstock.pipeline.run.folder import make_folder, run_name
 from penstock.pipeline.run.lock import is_live
 from penstock.pipeline.run.resume import committed
-from penstock.pipeline.run.summary import finite, mean_of_last, read_summary, steps_of, summarize
+from penstock.pipeline.run.summary import finite, mean_of_last, read_summary, rounded, steps_of, summarize
 from penstock.protocols.messages import LedgerReply
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.files import write_whole
@@ -53,7 +53,7 @@ def give_up(folder: Path, error: str) -> None:
     try:
         found = {"run": run_name(folder), "outcome": "failed", "steps": committed(folder), "error": error}
         rewards = [row["reward"] for row in steps_of(folder)]
-        ends = {"reward_first": rewards[0], "reward_last": mean_of_last(rewards)} if rewards else {}
+        ends = {"reward_first": rounded(rewards[0]), "reward_last": mean_of_last(rewards)} if rewards else {}
         _write(folder, dict(finite(found | ends)))
     except OSError as failed:
         log.error("no summary", error=str(failed))

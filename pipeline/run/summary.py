@@ -16,6 +16,8 @@ from penstock.services.runtime.lines import each_line, read_lines
 
 WINDOW = 10
 """reward_last is the mean over this many steps, of those that have one."""
+DIGITS = 6
+"""Of a reward in the summary."""
 
 
 def check_run(folder: Path, key: str = "RUN") -> None:
@@ -70,7 +72,12 @@ def audit(folder: Path, ledger: LedgerReply) -> dict[str, int]:
 def mean_of_last(rewards: Sequence[float]) -> float | None:
     """Of the last `WINDOW` steps that have one; None where none has."""
     last = [reward for reward in rewards[-WINDOW:] if math.isfinite(reward)]
-    return sum(last) / len(last) if last else None
+    return rounded(sum(last) / len(last)) if last else None
+
+
+def rounded(value: float | None) -> float | None:
+    """A reward to `DIGITS`, which is what a mean of float32 is worth."""
+    return None if value is None else float(f"{value:.{DIGITS}g}")
 
 
 def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts: int, outcome: str) -> dict[str, Any]:
@@ -84,13 +91,13 @@ def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts
         "outcome": outcome,
         "steps": state["step"],
         "version": state["version"],
-        "reward_first": rewards[0] if rewards else None,
+        "reward_first": rounded(rewards[0]) if rewards else None,
         "reward_last": mean_of_last(rewards),
-        "eval_before": state["evaluations"].get("before"),
-        "eval_after": state["evaluations"].get("after") if state["evaluated_after"] == state["step"] else None,
+        "eval_before": rounded(state["evaluations"].get("before")),
+        "eval_after": rounded(state["evaluations"].get("after")) if state["evaluated_after"] == state["step"] else None,
         "eval_loss_before": losses.get("0"),
         "eval_loss_after": losses.get(str(state["step"])),
-        "eval_best": best["score"] if (best := state.get("best")) else None,
+        "eval_best": rounded(best["score"]) if (best := state.get("best")) else None,
         "eval_best_step": best["step"] if best else None,
         "max_lag": max([state["max_lag"], *(row.get("max_lag", 0) for row in steps)]),
         "lag_max_seen": totals["lag_max"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
@@ -45,7 +46,10 @@ def test_a_step_without_a_reward_leaves_a_summary_that_is_json(tmp_path: Path) -
     summary = conclude(tmp_path, STATE, ledger, 0, "complete")
     assert summary == read_summary(tmp_path) and "NaN" not in (tmp_path / "summary.json").read_text()
     assert summary["reward_first"] is None and summary["eval_before"] is None
-    assert summary["reward_last"] == (0.25 * (WINDOW - 2) + 0.75) / (WINDOW - 1)
+    assert (0.25 * (WINDOW - 2) + 0.75) / (WINDOW - 1) == 0.3055555555555556 and summary["reward_last"] == 0.305556
+    console = Console(file=io.StringIO())
+    print_summary(console, summary, tmp_path)
+    assert "reward_last is the mean of the last ten steps" in console.file.getvalue()  # type: ignore[attr-defined]
     assert finite({"reward": [math.nan, 0.1]}) == {"reward": [None, 0.1]}
 
 
