@@ -168,8 +168,9 @@ class LearnerConfig(Section):
     """When the model is saved, in transformers' layout, with the learner's own state beside it. Groups are kept until
     all learners have a checkpoint that covers them."""
     epochs: int = Field(1, ge=1)
-    """How often a step's groups are learned from, e.g. ``2``: PPO's epochs. The lag of a token is counted in steps, so
-    more of them go beyond what it bounds; the clip holds them back."""
+    """How often a step's groups are learned from, e.g. ``2``: PPO's epochs. A token's lag counts steps, not epochs:
+    from the second one on the policy has moved on from what sampled, however small `gate.max_lag`; only the loss's clip
+    bounds that."""
     mini_batches: int = Field(1, ge=1)
     """Updates in an epoch, e.g. ``4``: the step's groups are dealt into so many parts, each an optimizer step."""
     tokens_per_micro_batch: int = Field(8192, ge=1)
