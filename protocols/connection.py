@@ -10,6 +10,7 @@ import zmq
 from penstock.protocols import wire
 from penstock.protocols.keys import ClientKeys
 
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _ADDRESS = re.compile(r"tcp://[^\s/]+:(\d{1,5})")
 
 
@@ -39,17 +40,17 @@ class Connection:
     ) -> None:
         self._context, self._poller = context, poller
         self._address, self._identity, self._keys = address, identity, keys
-        self._socket = self._connected()
+        self._socket, self._refusals = self._connected()
 
     def send(self, frames: list[bytes | memoryview]) -> None:
         """Never waits. What was said by a socket that its peer has ended is lost; whoever needs an answer asks
         again."""
+        if self._refusals.poll(0):
+            self._renew()
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        except zmq.Again:  # ZeroMQ ends a socket whose handshake is refused, for good: it is not connected again
-            anew = self._connected()
-            self.close()
-            self._socket = anew
+        except zmq.Again:
+            self._renew()
             with suppress(zmq.Again):
                 self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
 
@@ -63,9 +64,19 @@ class Connection:
     def close(self) -> None:
         """Hangs up, once what was said is sent."""
         self._poller.unregister(self._socket)
+        self._socket.disable_monitor()
+        self._refusals.close(0)
         self._socket.close()
 
-    def _connected(self) -> zmq.Socket:
+    def _renew(self) -> None:
+        """ZeroMQ ends a socket whose handshake is refused, for good. Mostly it takes nothing more then, but where the
+        refusal was quicker than its own start it takes all, and sends nothing: so its monitor is asked, too."""
+        socket, refusals = self._connected()
+        self.close()
+        self._socket, self._refusals = socket, refusals
+
+    def _connected(self) -> tuple[zmq.Socket, zmq.Socket]:
+        """The socket, and where it says that it was refused."""
         sock = self._context.socket(zmq.DEALER)
         sock.setsockopt(zmq.IDENTITY, self._identity.encode())
         set_up(sock, self._address)
@@ -75,10 +86,13 @@ class Connection:
             sock.setsockopt(zmq.CURVE_SERVERKEY, self._keys.broker_public.encode())
             sock.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client_public.encode())
             sock.setsockopt(zmq.CURVE_SECRETKEY, self._keys.client_secret.encode())
+        refusals = sock.get_monitor_socket(_REFUSED)
         try:
             sock.connect(self._address)
         except BaseException:
+            sock.disable_monitor()
+            refusals.close(0)
             sock.close()
             raise
         self._poller.register(sock, zmq.POLLIN)
-        return sock
+        return sock, refusals
