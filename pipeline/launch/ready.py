@@ -12,7 +12,7 @@ from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.preflight.look import look
 from penstock.pipeline.preflight.steps import counted
 from penstock.pipeline.run.folder import new_folder, open_folder
-from penstock.pipeline.run.lock import is_live
+from penstock.pipeline.run.lock import is_at_work
 from penstock.pipeline.run.resume import resumed
 from penstock.protocols.keys import is_loopback
 from penstock.services.runtime import registry
@@ -80,7 +80,7 @@ def cluster_network(console: Console, given: str | None) -> str:
 
 def make_ready(console: Console, config: Config, origin: Origin, folder: Path) -> None:
     """Looks at everything, and makes the folder. Raises `ConfigError`."""
-    if is_live(folder):
+    if is_at_work(folder):
         raise ConfigError(f"the run in {folder} is going on; watch it with: penstock top {folder}")
     look_at(console, config, folder)
     open_folder(config, folder, origin)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.pipeline.config import Config, PretrainedModel
 from penstock.pipeline.preflight.report import Report
 from penstock.services.runtime.install import install
-from penstock.services.runtime.user_folders import find_file, path_with_ours
+from penstock.services.runtime.user_folders import lacks_command, path_with_ours
 
 
 def look(config: Config, report: Report) -> None:
@@ -27,10 +26,8 @@ def look(config: Config, report: Report) -> None:
                 "float32"
             )
         program = next(iter(learner.checkpoint.then_words), "")
-        if program and not shutil.which(program, path=path_with_ours()) and not find_file(program):
-            report.here.append(
-                f"{name}.checkpoint.then: there is no command {program!r} here; install it, or give its path"
-            )
+        if program and (lacks := lacks_command(program, path_with_ours())):
+            report.here.append(f"{name}.checkpoint.then: {lacks}")
     if config.with_critic and config.critic.warmup_steps >= config.trainer.counted_steps:
         report.notes.append(
             f"critic.warmup_steps={config.critic.warmup_steps}: the policy stands still in these steps, and there are "

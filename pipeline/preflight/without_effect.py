@@ -9,6 +9,7 @@ from typing import Any
 from penstock.pipeline.config import Config
 from penstock.services.trainer.algorithm_config import RejectRule
 from penstock.services.trainer.loss_config import GspoLoss
+from penstock.services.trainer.presets import PRESETS
 
 FOR_OLD = ("m2po", "topr", "vespo")
 """Losses that go by how far the policy is from the one that sampled."""
@@ -57,11 +58,12 @@ def _wrong_side(rule: RejectRule) -> str:
     )
 
 
-def _own_clip(loss: Any) -> Iterator[str]:
-    """What is said of the clip that is not there anyway."""
+def _own_clip(loss: Any, preset: str | None) -> Iterator[str]:
+    """What is said of the clip that is not there anyway, nor by the ``preset``."""
+    chosen = PRESETS.get(preset or "", {}).get("loss", {})
     for name in ("clip_low", "clip_high"):
         field = type(loss).model_fields.get(name)
-        if field and getattr(loss, name) != field.default:
+        if field and getattr(loss, name) not in (field.default, chosen.get(name)):
             yield f"{name}={getattr(loss, name):g}"
 
 
@@ -77,7 +79,7 @@ def idle_notes(config: Config) -> Iterator[str]:
             "trainer.algorithm.correction, e.g. {type: truncated}, or ratio=behaviour"
         )
     idle = updates == 1 and algorithm.ratio == "proximal" and algorithm.correction.type != "none"
-    if clip := ", ".join(_own_clip(loss)) if idle else "":
+    if clip := ", ".join(_own_clip(loss, algorithm.preset)) if idle else "":
         yield (
             f"trainer.algorithm.loss: {clip} is never reached: with ratio=proximal and one update a step the ratio is "
             "1; leave it out, or set trainer.mini_batches=2 or more"

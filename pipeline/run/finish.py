@@ -12,7 +12,7 @@ import structlog
 
 from penstock.pipeline.page.build import write
 from penstock.pipeline.run.folder import make_folder, run_name
-from penstock.pipeline.run.lock import is_live
+from penstock.pipeline.run.lock import is_at_work
 from penstock.pipeline.run.resume import committed
 from penstock.pipeline.run.summary import finite, mean_of_last, read_summary, rounded, steps_of, summarize
 from penstock.protocols.messages import LedgerReply
@@ -66,9 +66,9 @@ def told(folder: Path, tell: bool) -> Iterator[None]:
     try:
         yield
     except SetupError as error:
-        if tell and not is_live(folder):
+        if tell and not is_at_work(folder):
             make_folder(folder, "--folder")
-            if (read_summary(folder) or {}).get("outcome") == "interrupted":  # which it was when it was to go on
+            if (read_summary(folder) or {}).get("outcome") in ("interrupted", "failed"):  # as it was before this try
                 (folder / "summary.json").unlink()
             give_up(folder, str(error))
         raise
@@ -79,6 +79,8 @@ def _write(folder: Path, summary: dict[str, Any]) -> None:
         gone.unlink(missing_ok=True)
     # In one piece: who finds it knows that the run is over.
     write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n", durable=True)
+    if not (folder / "config.yaml").is_file():  # refused before it began: there is nothing to show
+        return
     try:  # last: it is large, and who is killed meanwhile leaves a summary
         write([folder], folder / "report.html", REPORT_TOKENS, REPORT_LETTERS, REPORT_PICTURES)
     except Exception as failed:  # a page that cannot be drawn is no reason to fail

@@ -14,7 +14,7 @@ from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.config.origin import read as read_origin
 from penstock.pipeline.config.origin import write as write_origin
 from penstock.pipeline.run import crashes
-from penstock.pipeline.run.lock import is_live
+from penstock.pipeline.run.lock import is_at_work
 from penstock.pipeline.run.resume import changes, check_fixed, complete
 from penstock.protocols.run_lock import LOCK, is_of_before
 from penstock.services.runtime import device_turn
@@ -83,7 +83,7 @@ def open_folder(config: Config, folder: Path, origin: Origin) -> list[str]:
     began = began_in(folder)
     if began:
         check_fixed(began, config)
-    if began and began != config and is_live(folder):
+    if began and began != config and is_at_work(folder):
         raise ConfigError(
             f"the run in {folder} is going on, and its config cannot change meanwhile: stop it, or give the same config"
         )

@@ -82,6 +82,17 @@ def is_live(folder: Path) -> bool:
     return age < LIVE_S
 
 
+def is_at_work(folder: Path) -> bool:
+    """As `is_live`, and never of a run that was killed just now: waits for another line, up to `LIVE_S`."""
+    beats = folder / "actors.jsonl"
+    size = beats.stat().st_size if beats.is_file() else 0
+    while is_live(folder):
+        if beats.stat().st_size != size:
+            return True
+        time.sleep(0.2)
+    return False
+
+
 def _disk_time(folder: Path) -> float:
     """Now, by the clock of whoever has the disk: a shared one's is not this machine's."""
     try:

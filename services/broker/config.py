@@ -197,8 +197,12 @@ class PromptsConfig(Section):
     def _named(cls, value: Any, info: ValidationInfo) -> Any:
         if value is None:
             return {}
-        is_source = isinstance(value, dict) and any(not isinstance(part, dict) for part in value.values())
-        return {ONE_SET if info.field_name == "eval" else ONE_GIVEN_SET: value} if is_source else value
+        if not isinstance(value, dict) or all(isinstance(part, dict) for part in value.values()):
+            return value
+        name = ONE_SET if info.field_name == "eval" else ONE_GIVEN_SET
+        if isinstance(named := value.get(name), dict):  # an override may call it so, as notes do
+            return {name: {key: part for key, part in value.items() if key != name} | named}
+        return {name: value}
 
     @model_validator(mode="after")
     def _sampled(self) -> PromptsConfig:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 from collections.abc import Callable
 from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit
@@ -14,7 +13,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from penstock.services.runtime.nearest import nearest
 from penstock.services.runtime.settings import Section
-from penstock.services.runtime.user_folders import find_file
+from penstock.services.runtime.user_folders import lacks_command
 from penstock.services.turns.tool_calls import Form
 
 READY = {"python": "penstock.services.environments.python_tool:python_tool"}
@@ -139,9 +138,8 @@ class McpServerConfig(Section):
         unset = [name for name in dict.fromkeys(self.variables()) if name not in os.environ]
         lacks = [f"{name} is not set in the environment; export it" for name in unset]
         program = shlex.split(self.command)[0] if self.command else ""
-        known = _VARIABLE.search(program) or shutil.which(program) or find_file(program)
-        if program and not known:
-            lacks.append(f"there is no command {program!r} here; install it, or give its path")
+        if program and not _VARIABLE.search(program) and (why := lacks_command(program)):
+            lacks.append(why)
         return lacks
 
 

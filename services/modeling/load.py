@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import Parameter, signature
 from pathlib import Path
@@ -153,18 +153,38 @@ def load_model(path: str, dtype: str, device: torch.device, key: str = "model.pa
     with loading(path, "model", key):
         kind = with_head(config, head)
         model, found = kind.from_pretrained(
-            name, revision=revision, config=config, dtype=DTYPES[dtype], output_loading_info=True, trust_remote_code=own
+            name,
+            revision=revision,
+            config=config,
+            dtype=DTYPES[dtype],
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below, by the key
+            trust_remote_code=own,
+        )
+    for name, there, wanted in sorted(found["mismatched_keys"], reverse=True):
+        raise ModelError(
+            f"{key}: in the files of {path} {name} has the shape {list(there)}, and the model wants {list(wanted)}"
         )
     if own:
         _check_takes(model, path, key)
         _compute_buffers(model, lambda: kind.from_config(config, dtype=DTYPES[dtype], trust_remote_code=True))
+    lacking = {name: each for name, each in model.named_parameters() if name in found["missing_keys"]}
     if head == "value":
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name in found["missing_keys"] and not name.startswith(f"{model.base_model_prefix}."):
-                    parameter.zero_()
+            for name in [name for name in lacking if not name.startswith(f"{model.base_model_prefix}.")]:
+                lacking.pop(name).zero_()
+    if lacking:
+        raise ModelError(f"{key}: {_not_whole(path, list(lacking), found['unexpected_keys'])}")
     take_packed_rows(model)
     return model.to(device)
+
+
+def _not_whole(path: str, lacking: list[str], beside: Iterable[str]) -> str:
+    """transformers would draw what is ``lacking`` at random; ``beside`` is what the files have and no model takes."""
+    scores = max((name for name in beside if name.startswith("score.")), default="")
+    why = f"they have {scores}, so it is a critic or a reward model" if scores else "is it whole, and of this type?"
+    more = f", nor {len(lacking) - 1} other weights" if len(lacking) > 1 else ""
+    return f"the files of {path} have no {lacking[0]}{more}: {why}"
 
 
 MASTER = torch.float32

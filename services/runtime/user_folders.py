@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +70,19 @@ def path_with_ours() -> str:
 def find_file(name: str) -> Path | None:
     """The file called ``name``, absolute or below one of the folders."""
     return next((path for folder in folders() if (path := folder / name).is_file()), None)
+
+
+def lacks_command(program: str, path: str | None = None) -> str:
+    """Why ``program`` cannot be started, where commands are looked for in ``path`` (as PATH, which it is by default)
+    and files below one of the folders; empty: it can."""
+    if shutil.which(program, path=path):
+        return ""
+    found = find_file(program)
+    if found and "/" not in program:
+        return f"{program!r} is a file, and no command: write ./{program}"
+    if found and not os.access(found, os.X_OK):
+        return f"{found} is no program; make it one: chmod +x {program}"
+    return "" if found else f"there is no command {program!r} here; install it, or give its path"
 
 
 def find_files(name: str) -> list[Path]:

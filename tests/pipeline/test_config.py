@@ -193,6 +193,8 @@ def test_a_section_that_merges_may_itself_be_merged(tmp_path: Path) -> None:
         "  eval: {<<: *train, size: 9}\n"
     )
     assert (load(file).prompts.train.size, load(file).prompts.eval["held_out"].size) == (7, 9)  # type: ignore[union-attr]
+    by_name = load(file, ["prompts.eval.held_out.size=11"])
+    assert by_name.prompts.eval["held_out"].size == 11, "as notes call it"  # type: ignore[union-attr]
     file.write_text(file.read_text().replace("size: 9", "size: 9, size: 8"))
     with pytest.raises(ConfigError, match="line 4: 'size' is given twice, first in line 4"):
         load(file)

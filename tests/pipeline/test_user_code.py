@@ -10,7 +10,7 @@ import pytest
 
 from penstock.services.runtime.install import install
 from penstock.services.runtime.plugins import PluginError, UserCodeError, load_plugin, user_code
-from penstock.services.runtime.user_folders import VARIABLE, find_file, look_in
+from penstock.services.runtime.user_folders import VARIABLE, find_file, lacks_command, look_in
 
 KEY = "reward.functions.0.function"
 
@@ -83,3 +83,12 @@ def test_the_command_that_installs_a_part_fits_a_clone() -> None:
     command = install("data")
     assert command.startswith((".venv/bin/pip install -e '", f"{Path(sys.executable).with_name('pip')} install -e '"))
     assert command.endswith("[data]'") and (command.split("'")[1] in (".[data]", f"{root}[data]"))
+
+
+def test_what_is_no_command_is_told_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.sh").write_text("#!/bin/sh\n")
+    assert lacks_command("mine.sh") == "'mine.sh' is a file, and no command: write ./mine.sh"
+    assert lacks_command("./mine.sh").endswith("mine.sh is no program; make it one: chmod +x ./mine.sh")
+    Path("mine.sh").chmod(0o755)
+    assert not lacks_command("./mine.sh") and not lacks_command("sh")

@@ -580,6 +580,8 @@ MISTAKES = [
       "prompts.eval_every=50", overrides=["trainer.checkpoint.keep_best=true"]),
     m("a command for checkpoints that is not here", "trainer.checkpoint.then: there is no command 'hf-uplaod' here",
       overrides=["trainer.checkpoint.then=hf-uplaod {folder}"]),
+    m("a file for checkpoints that is no command", "'mine.py' is a file, and no command: write ./mine.py",
+      overrides=["trainer.checkpoint.then=mine.py {folder}"]),
     m("a command for checkpoints with an unknown name", "there is no {foldr}; there are {folder} and {step}",
       overrides=["trainer.checkpoint.then=cp -r {foldr} /tmp/x"]),
     m("a command for checkpoints that wants a shell", "'&&' is for a shell, and there is none: give [bash, -c,",
@@ -769,15 +771,17 @@ def test_prepare_tells_what_is_lacking_and_refuses_a_package_that_an_image_lacks
         pytest.skip("mlflow is installed")
     given = [REWARD.format("mine:good"), "run.trackers=[mlflow]", "trainer.device=cuda"]
 
-    def prepare(**environment: str) -> subprocess.CompletedProcess[str]:
-        command = penstock("prepare", "config.yaml", *given, "--folder", "made", "--tell")
+    def prepare(*more: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = penstock("prepare", "config.yaml", *given, *more, "--folder", "made", "--tell")
         env = {**os.environ, **WITHOUT, **environment}
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
 
     refused = prepare(PENSTOCK_ONE_PER_HOST="1")
     wanted = "run.trackers: mlflow is not installed; run: PENSTOCK_EXTRAS=mlflow docker compose build"
     assert refused.returncode == 2 and wanted in refused.stderr and not (tmp_path / "made" / "config.yaml").exists()
-    with pytest.raises(FailedError, match="run.trackers: mlflow is not installed"):  # at once, who waits to join it
+    assert "Traceback" not in refused.stderr and len(refused.stderr.splitlines()) < 12
+    prepare("reward.functions=[{function: 'mine:none'}]", PENSTOCK_ONE_PER_HOST="1")
+    with pytest.raises(FailedError, match="mine:none"):  # at once, who waits to join it; of the last try
         join(Console(), tmp_path / "made", "rollout", None, "here", 60.0, [])
     done = prepare()
     assert done.returncode == 0, done.stderr

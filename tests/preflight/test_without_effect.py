@@ -10,7 +10,8 @@ from penstock.pipeline.config import Config, load
 from penstock.pipeline.preflight import algorithm
 from penstock.pipeline.preflight.report import Report
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 CORRECTED = ("trainer.algorithm.ratio=proximal", "trainer.algorithm.correction={type: truncated}")
 GSPO, BFLOAT16 = "trainer.algorithm={preset: gspo}", "model.dtype=bfloat16"
 
@@ -53,6 +54,7 @@ def test_what_undoes_another_choice_is_refused(algorithm: str, said: str) -> Non
         ([*CORRECTED], "loss: clip_high=0.28 is never reached"),
         ([*CORRECTED, "trainer.algorithm.loss.clip_high=0.2"], ""),
         ([*CORRECTED, "trainer.mini_batches=2"], ""),
+        ([*CORRECTED, "trainer.algorithm.preset=dapo"], ""),
         ([GSPO, BFLOAT16], "the engine's rounding in bfloat16 alone"),
         ([GSPO], ""),
         (["trainer.algorithm.kl={coefficient: 0.1, place: reward, gradient: k2}"], "a penalty in the reward has no"),
@@ -65,6 +67,13 @@ def test_what_undoes_another_choice_is_refused(algorithm: str, said: str) -> Non
 def test_what_one_should_know_of_is_said(overrides: list[str], said: str) -> None:
     notes = looked_at(*overrides).notes
     assert len(notes) == bool(said) and all(said in note for note in notes)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_of_what_is_shipped_nothing_is_to_be_said(path: Path) -> None:
+    report = Report()
+    algorithm.look(load(path), report)
+    assert not report.problems and not report.notes
 
 
 @pytest.mark.parametrize("advantage", ["gigpo", "self_distillation", "remax", "optimal_token_baseline"])

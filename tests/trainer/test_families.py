@@ -18,7 +18,7 @@ from penstock.services.learning.model_learner import ModelLearner
 from penstock.services.modeling.dropout import without_dropout
 from penstock.services.modeling.experts import as_in_files
 from penstock.services.modeling.families import MIXTURES, STAGED, TENSOR, TENSOR_WHOLE, is_recurrent
-from penstock.services.modeling.load import load_config, load_model
+from penstock.services.modeling.load import load_config, load_model, with_head
 from penstock.services.modeling.logprobs import layout_of, logprobs
 from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.packing import Layout, plan_rows
@@ -47,6 +47,23 @@ KINDS = {"own": NativeModel, "hosted": HostedModel, "hybrid": HybridModel, "reco
 
 def test_the_page_has_every_family_that_is_tried_here() -> None:
     assert families.SAID.keys() == families.TEXT.keys() | families.SEEING.keys()
+
+
+def test_files_that_lack_weights_are_refused_rather_than_drawn_at_random(tmp_path: Path) -> None:
+    """A critic's checkpoint, say, is no policy; and a classifier of two kinds is no critic."""
+    families.write("qwen3", tmp_path / "policy")
+    critic = with_head(load_config(str(tmp_path / "policy")), "value")
+    config = load_config(str(tmp_path / "policy"))
+    config.num_labels = 2
+    critic.from_config(config).save_pretrained(tmp_path / "scores")
+    lacks = r"no lm_head.weight: they have score.weight, so it is a critic or a reward model"
+    for load in (load_trainable, lambda path, world, device, dtype: load_model(path, dtype, device)):
+        with pytest.raises(SetupError, match=lacks):
+            load(str(tmp_path / "scores"), World(CPU), CPU, "float32")
+    with pytest.raises(SetupError, match=r"score.weight has the shape \[2, \d+\], and the model wants \[1, \d+\]"):
+        load_model(str(tmp_path / "scores"), "float32", CPU, "critic.path", "value")
+    whole = load_model(str(tmp_path / "policy"), "float32", CPU, "critic.path", "value")
+    assert not whole.score.weight.any()
 
 
 @pytest.mark.parametrize("family", [*families.TEXT, *families.SEEING])
