@@ -24,7 +24,7 @@ import structlog
 import zmq
 
 from penstock.protocols import wire
-from penstock.protocols.connection import Connection, is_address
+from penstock.protocols.connection import LINGER_MS, Connection, is_address
 from penstock.protocols.keys import ClientKeys, is_loopback
 from penstock.protocols.messages import (
     Fenced,
@@ -244,6 +244,11 @@ class Mailbox:
             while True:
                 now = time.monotonic()
                 ready = dict(poller.poll(int(max(10, min(200, (beat_at - now) * 1000)))))
+                if beats:
+                    beats.look()
+                if line.look():
+                    self._hello_next = 0.0
+                    self._greet(line, waiting)
                 if self._wake_read.fileno() in ready:
                     self._wake_read.recv(4096)
                 self._transmit(line, waiting)
@@ -264,6 +269,7 @@ class Mailbox:
         except Exception as error:  # nobody is left to answer: whoever says something more hears why
             log.exception("the mailbox failed")
             self._ended = f"the mailbox failed: {type(error).__name__}: {error}"
+            self.inbox.put(DeadlineError(self._ended))
         finally:
             self._closing.set()
             while not self._outgoing.empty():
@@ -274,7 +280,7 @@ class Mailbox:
                 request.future.set_exception(DeadlineError(f"{request.what}: {self._ended}"))
             for each in (line, beats):
                 if each:
-                    each.close()
+                    each.close(LINGER_MS)
             context.term()
             self._wake_read.close()
             self._wake_write.close()
@@ -331,15 +337,8 @@ class Mailbox:
             waiting.clear()
             self.inbox.put(self.fenced)
         elif isinstance(message, HelloNeeded):
-            now = time.monotonic()
-            if self.hello and now >= self._hello_next:
-                behind = sum(len(frame) for request in waiting.values() for frame in request.frames)
-                self._hello_next = now + min(MOST_REHELLO_S, REHELLO_S + behind / SLOW_LINE)
-                for introduction in self.hello():
-                    line.send(wire.encode(to_envelope(introduction)))
-                for request in waiting.values():
-                    request.resend_at = now
-                self.inbox.put(message)
+            if self.hello:
+                self._greet(line, waiting)
         elif envelope.reply_to:
             answered = waiting.pop(envelope.reply_to, None)
             if answered and isinstance(message, Refused):
@@ -356,6 +355,21 @@ class Mailbox:
             except Exception:  # heartbeats and answers need this thread
                 log.exception("a message could not be handled", type=type(message).__name__)
         return True
+
+    def _greet(self, line: Connection, waiting: dict[int, _Request]) -> None:
+        """To a broker that does not know this actor, or by a line that is new: what either has said by the one before
+        may be lost. All that waits is said again."""
+        now = time.monotonic()
+        if now < self._hello_next:
+            return
+        if self.hello:
+            behind = sum(len(frame) for request in waiting.values() for frame in request.frames)
+            self._hello_next = now + min(MOST_REHELLO_S, REHELLO_S + behind / SLOW_LINE)
+            for introduction in self.hello():
+                line.send(wire.encode(to_envelope(introduction)))
+            self.inbox.put(HelloNeeded())
+        for request in waiting.values():
+            request.resend_at = now
 
     def _overdue(self, line: Connection, waiting: dict[int, _Request], now: float) -> None:
         never = f"; it {self.unheard}" if self.unheard else ""

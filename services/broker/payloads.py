@@ -83,7 +83,10 @@ class Payloads:
         for number in numbers:
             parts = read[number] if number in read else self._held["train", number]
             if EXPERIENCE not in parts:
-                raise PayloadLostError(f"the store has lost group {number}: its step cannot be redone")
+                raise PayloadLostError(
+                    f"the store has lost group {number}: its step cannot be redone; go back to "
+                    "a checkpoint that there is: penstock rollback RUN VERSION"
+                )
             if not partial and (missing := self._lacking(parts, columns)):
                 raise StoreError(
                     f"group {number} was taken by a step when this run had no column {', '.join(missing)}: go on with "

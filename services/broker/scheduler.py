@@ -220,7 +220,8 @@ class Scheduler:
         if follows and (skip := step_to_go_on_with(state, kind, waiting.step)):
             return skip
         # Who only follows the trainer may be ahead of it, and waits.
-        early = follows and (waiting.step > ledger.length or (waiting.step == ledger.length and not ledger.may_take))
+        open_to_all = ledger.may_take and state.groups.told  # or it is one that the store has lost, and the trainer not
+        early = follows and (waiting.step > ledger.length or (waiting.step == ledger.length and not open_to_all))
         if state.progress.phase in ("training", "evaluating_after") and not early:
             try:
                 step = state.groups.take(waiting.step, self._step_seed(waiting.step))

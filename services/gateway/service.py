@@ -15,7 +15,6 @@ from typing import Any
 import structlog
 
 from penstock.protocols.experience import Group
-from penstock.protocols.mailbox import FencedError
 from penstock.protocols.messages import GiveBack, HelloNeeded, Lease, Message, Stop, TurnRequest
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.desk import Desk
@@ -109,7 +108,7 @@ class Gateway:
         if isinstance(event, Stop):
             self._alone = event is self.actor.own_stop
             return event.reason
-        if isinstance(event, FencedError):
+        if isinstance(event, Exception):  # fenced by the broker, or the mailbox has failed
             raise event
         if isinstance(event, Lease):
             self._loop.call_soon_threadsafe(self._start, event)

@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from penstock.protocols.mailbox import DeadlineError, FencedError, RefusedError
+from penstock.protocols.mailbox import DeadlineError, RefusedError
 from penstock.protocols.messages import Batch, Exhausted, HelloNeeded, Message, Skip, Stop, Take
 from penstock.services.runtime import failpoint, health
 from penstock.services.runtime.actor import Actor
@@ -46,7 +46,7 @@ class StepDesk:
             while True:
                 if isinstance(event, Stop):
                     self.stopped = self.stopped or event.reason
-                elif isinstance(event, FencedError):
+                elif isinstance(event, Exception):  # fenced by the broker, or the mailbox has failed
                     raise event
                 elif event is not None and not isinstance(event, HelloNeeded):
                     log.warning("unexpected message", type=type(event).__name__)

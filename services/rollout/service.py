@@ -178,7 +178,7 @@ class Rollout:
                 stop = event if isinstance(event, Stop) else self.actor.own_stop or self._stop
                 if stop and isinstance(event, Stop | Lease | Generate):
                     return stop.reason
-                if isinstance(event, FencedError):
+                if isinstance(event, Exception):  # fenced by the broker, or the mailbox has failed
                     raise event
                 self._handle(event)
                 if self.engine.pending() and time.monotonic() >= until:

@@ -73,6 +73,8 @@ class Outbox:
 
     def forgotten(self) -> None:
         """The broker has forgotten us: our leases are free, our credit is void."""
+        if self._hello == self._actor.hellos:
+            return  # this is already of that hello, and what was given since counts
         self._closed, self._credited, self._hello = 0, -1, self._actor.hellos
         self._held_at_hello = len(self._actor.held)
         self.give_credit()

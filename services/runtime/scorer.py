@@ -27,6 +27,7 @@ from penstock.protocols.wire import WireError
 from penstock.services.runtime import health
 from penstock.services.runtime.actor import Actor, ActorContext
 from penstock.services.runtime.device_turn import LOOK_S, Guest
+from penstock.services.runtime.plain import visible
 from penstock.services.runtime.watchdog import ended_if_hung
 
 log = structlog.get_logger()
@@ -137,7 +138,9 @@ class ScorerActor:
         while event is not None:
             if isinstance(event, Stop):
                 return event.reason
-            if isinstance(event, Exception):  # fenced by the broker, or what an answer `ends` with
+            if isinstance(
+                event, Exception
+            ):  # fenced by the broker, a mailbox that failed, or what an answer `ends` with
                 raise event
             if isinstance(event, Work):
                 self._received += len(event.items)
@@ -172,6 +175,8 @@ class ScorerActor:
 
     def _forget_credit(self) -> None:
         """The broker has forgotten what it gave, offers it again, and counts anew."""
+        if self._hello == self.actor.hellos:
+            return  # this is already of that hello, and what came since counts
         self._waiting = []
         self._received, self._credited, self._hello = 0, -1, self.actor.hellos
         self._give_credit()
@@ -211,6 +216,7 @@ class ScorerActor:
             self.actor.mailbox.post(ends)
             return
         seconds = time.monotonic() - task.since
+        errors, unusable = [visible(each) for each in errors], visible(unusable)  # what is no text cannot be sent
         score = self._score(task.key, values=values, errors=errors, unusable=unusable, seconds=seconds)
         self.actor.mailbox.post(_Answered(task.key, column, score))
 

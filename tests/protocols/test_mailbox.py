@@ -38,6 +38,7 @@ from penstock.protocols.messages import (
     from_envelope,
 )
 from penstock.protocols.router_server import RouterServer
+from tests.protocols.breakable_line import BreakableLine
 from tests.weights.channel import until
 
 
@@ -132,6 +133,23 @@ def test_a_patient_request_is_sent_again_less_and_less_often(
     assert sent(2) > sent(1) and not patient.done() and not plain.done()
     broker.exchange.send("tester#1", HelloNeeded())  # of a broker that has none of it
     until(lambda: sent(1) == 5, 1.5, "the patient one to be said again at once")
+
+
+def test_by_a_line_that_broke_the_actor_is_introduced_anew_and_all_that_waits_is_asked_again(broker: Answering) -> None:
+    """The broker is the same one, and knows it: by itself it would never say that anything was lost."""
+    line = BreakableLine(broker.exchange.address)
+    box = Mailbox(line.address, "tester#1")
+    assert box.ask(Take(step=1), 5) == Ack()
+    box.hello, broker.answer = lambda: [Credit(total=7)], lambda *_: None
+    waits = box.ask_later(Take(step=2), 60, again=False)
+    until(lambda: broker.seen[-1][2] == Take(step=2), 5, "the question")
+    line.cut()
+    broker.answer = lambda *_: Ack()
+    assert waits.result(5) == Ack()
+    assert [message for _, _, message in broker.seen[-2:]] == [Credit(total=7), Take(step=2)]
+    assert box.inbox.get(timeout=1) == HelloNeeded()
+    box.close()
+    line.close()
 
 
 def test_being_fenced_ends_every_wait(broker: Answering, box: Mailbox) -> None:
@@ -239,6 +257,8 @@ def test_an_actor_outlives_a_peer_that_refuses_its_keys(tmp_path: Path, has_keys
     address = first.exchange.address
     box = Mailbox(address, "tester#1", load_client(tmp_path / "client.json") if has_keys else None)
     box.beat_s, box.beat = 0.1, lambda: Heartbeat(gauges={})
+    introduction = Credit(total=7)
+    box.hello = lambda: [introduction]
     assert box.ask(Take(step=1), 5) == Ack()
     first.close()
     other = RouterServer(address, None if has_keys else served)
@@ -249,6 +269,7 @@ def test_an_actor_outlives_a_peer_that_refuses_its_keys(tmp_path: Path, has_keys
         refused.result(0)
     other.close()
     second = again(address, right)
+    until(lambda: any(message == introduction for _, _, message in second.seen), 5, "a hello that nobody asked for")
     assert box.ask(Take(step=3), 10) == Ack()
     until(lambda: any(isinstance(message, Heartbeat) for _, _, message in second.seen), 5, "a heartbeat")
     box.close()
@@ -268,6 +289,7 @@ def test_an_address_that_zeromq_does_not_take_is_told_to_all_who_wait() -> None:
     box = Mailbox("tcp://*:1", "tester#1")
     with pytest.raises(DeadlineError, match="the mailbox failed: ZMQError"):
         box.ask(Take(step=1), 60)
+    assert isinstance(box.inbox.get(timeout=5), DeadlineError), "nor does its actor wait for ever"
 
 
 def test_a_peer_of_an_older_version_is_told_so_in_its_own_words(broker: Answering) -> None:

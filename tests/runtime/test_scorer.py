@@ -55,6 +55,13 @@ class Quick:
         return {"x": np.zeros(len(group.trajectories), np.float32)}
 
 
+class Odd:
+    """Quotes what is no text, as half of a pair out of JSON is none."""
+
+    def score_group(self, group: Group, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        raise ValueError("no label in \ud83d")
+
+
 class Sleepy:
     """Hears nothing for a while."""
 
@@ -146,6 +153,13 @@ def test_what_takes_no_time_is_said_together(tmp_path: Path) -> None:
     with Broker(_groups(40), "x", last=40) as broker:
         _scorer(broker, _custom("Quick"), tmp_path).run()
         assert len(broker.scores) < 20 and sum(len(message.scores) for message in broker.scores) == 40
+
+
+def test_an_error_that_quotes_what_is_no_text_costs_its_group_alone(tmp_path: Path) -> None:
+    with Broker(_groups(2), "x", last=2) as broker:
+        assert _scorer(broker, _custom("Odd"), tmp_path).run() == "enough"
+        said = [score.unusable for message in broker.scores for score in message.scores]
+    assert len(said) == 2 and all(r"ValueError: no label in \ud83d" in each for each in said)
 
 
 def test_a_group_that_comes_again_with_the_answer_to_its_first_column_is_held_all_the_while(tmp_path: Path) -> None:
