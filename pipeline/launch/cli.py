@@ -206,12 +206,15 @@ def on_kubernetes(
     from penstock.pipeline.launch import kubernetes
     from penstock.pipeline.launch.parts import parts_of
     from penstock.pipeline.launch.ready import look_at, spread
+    from penstock.services.runtime.address import reached_at
 
-    config = load(file, [*(overrides or []), *spread(load(file, overrides))])
+    given = [*(overrides or []), *spread(load(file, overrides))]
+    config = load(file, given)
     called = kubernetes.object_name(name or config.run.name or file.stem)
     if look:
         try:
-            look_at(OwnConsole(stderr=True), config, Path("runs") / called)
+            there = load(file, [*given, *kubernetes.listening_at(reached_at("0.0.0.0"))])  # as in its pod
+            look_at(OwnConsole(stderr=True), there, Path("runs") / called)
         except ConfigError as error:
             raise ConfigError(f"{error}\nwhere the image or the claim alone has what is wanted: --no-look") from None
     options = kubernetes.Options(

@@ -95,6 +95,11 @@ def manifests(config: Config, parts: list[Part], options: Options) -> str:
     return yaml.safe_dump_all(_objects(config, parts, options), sort_keys=False, width=120)
 
 
+def listening_at(address: str) -> list[str]:
+    """Overrides that put the head's broker and its weights at a pod's ``address``, whatever the config says."""
+    return [f"broker.bind=tcp://{address}:{BROKER_PORT}", f"weights.host={address}"]
+
+
 def object_name(text: str) -> str:
     """``text`` as objects may be called. Raises `ConfigError` where it cannot be."""
     made = _dashed(text)
@@ -280,9 +285,9 @@ def _pod(options: Options, kind: str, containers: list[Manifest], grace_s: int, 
 
 
 def _head(options: Options, part: Part, shm: str) -> list[Manifest]:
-    arguments = ["prepare", "/config/config.yaml", "--folder", options.folder, "--tell"]
+    arguments = ["prepare", "/config/config.yaml", *listening_at("$(POD_IP)"), "--folder", options.folder, "--tell"]
     prepare = _container(options, "prepare", arguments, shm)
-    command = [*head_arguments(options.folder), f"broker.bind=tcp://$(POD_IP):{BROKER_PORT}", "weights.host=$(POD_IP)"]
+    command = [*head_arguments(options.folder), *listening_at("$(POD_IP)")]
     if options.autoscale:
         command.append(f"run.prometheus=0.0.0.0:{METRICS_PORT}")
     return [prepare, _container(options, "run", command, shm) | {"resources": _resources(part)}]

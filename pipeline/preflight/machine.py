@@ -58,8 +58,8 @@ def look(config: Config, folder: Path, report: Report) -> None:
                 f"weights.host={config.weights.host}: the machines of {kind}.nodes do not reach each other there; give "
                 "their network, e.g. weights.host=10.1.0.0/16"
             )
-        if kind == "rollout" and kind in config.run.elsewhere and alone and not config.rollout.without_engine:
-            report.problems.append(
+        if kind == "rollout" and alone and _asks_there(config):
+            report.notes.append(
                 f"weights.host={config.weights.host}: rollouts that join from other machines (run.elsewhere) would be "
                 "sent no weights from there; give the network between them, as broker.bind has it, e.g. "
                 "weights.host=10.1.0.0/16"
@@ -69,6 +69,12 @@ def look(config: Config, folder: Path, report: Report) -> None:
     _look_at_disk(config, folder, report)
     _look_at_memory(config, folder, report)
     _look_at_limits(config, report)
+
+
+def _asks_there(config: Config) -> bool:
+    """Rollouts that join ask for weights where the trainer listens, and not at an address that leads there."""
+    elsewhere = "rollout" in config.run.elsewhere and not config.rollout.without_engine
+    return elsewhere and config.weights.snapshot_advertise is None
 
 
 def _look_at_networks(config: Config, folder: Path, report: Report) -> None:

@@ -26,6 +26,8 @@ from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.launch import kubernetes, ray_cluster, ready, slurm
 from penstock.pipeline.launch.parts import Part, parts_of
 from penstock.pipeline.launch.ready import cluster_network
+from penstock.pipeline.preflight import machine
+from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources.host import PROCESS_GIB, SPARE, host_needs, too_small
 from penstock.pipeline.resources.placement import joining_guests, seated
 from penstock.pipeline.resources.store_size import store_gib
@@ -35,6 +37,7 @@ from penstock.pipeline.run.join import shares
 from penstock.protocols.messages import Ack, Hello, Refused
 from penstock.protocols.router_server import RouterServer
 from penstock.services.runtime import registry
+from penstock.services.runtime.address import reached_at
 from tests.deploy.stack import until
 
 ROOT = Path(__file__).parents[2]
@@ -157,6 +160,18 @@ def test_a_network_that_is_given_counts_and_one_that_is_guessed_gives_way(
     assert placed(*own) == ("tcp://10.1.0.7:5555", "10.1.0.0/16"), "nothing is to be guessed"
     with pytest.raises(ConfigError, match="--network: this machine does not say"):
         placed(resume=alone)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [([], True), (["weights.host=10.1.0.0/16"], False),
+     (["weights.snapshot_advertise=tcp://10.1.0.7:5601", "weights.snapshot_port=5601"], False)],
+)  # fmt: skip
+def test_rollouts_elsewhere_that_are_sent_no_weights_are_a_note(tmp_path: Path, given: list[str], told: bool) -> None:
+    report = Report()
+    machine.look(spread(QUICKSTART, "broker.bind=tcp://0.0.0.0:5555", *given), tmp_path, report)
+    assert not report.problems
+    assert ["would be sent no weights" in note for note in report.notes] == [True] * told
 
 
 # --- Slurm -----------------------------------------------------------------------------------------------------------
@@ -384,6 +399,8 @@ def test_manifests_are_valid_and_join_one_run() -> None:
     assert pod["initContainers"][0]["args"] == [
         "prepare",
         "/config/config.yaml",
+        "broker.bind=tcp://$(POD_IP):5555",
+        "weights.host=$(POD_IP)",
         "--folder",
         "/penstock/runs/first",
         "--tell",
@@ -416,6 +433,20 @@ def test_pods_that_join_wait_until_the_run_is_there_or_is_refused(tmp_path: Path
     assert waits.poll() is None
     (tmp_path / name).touch()
     assert waits.wait(20) == 0
+
+
+@pytest.mark.parametrize("own", ["broker.bind=tcp://10.1.0.0/16:0", "weights.host=10.1.0.0/16"])
+def test_a_config_is_looked_at_with_the_addresses_that_its_pod_will_have(tmp_path: Path, own: str) -> None:
+    done = CliRunner().invoke(app, ["launch", "kubernetes", str(QUICKSTART), "--no-gpus", own])
+    assert "kind: Job" in done.stdout and "weights.host" not in done.stderr
+    found = objects(spread(QUICKSTART, own), gpus=False)
+    (prepare,) = found["Job", "penstock-first-head"]["spec"]["template"]["spec"]["initContainers"]
+    config = tmp_path / "config.yaml"
+    config.write_text(found["ConfigMap", "penstock-first"]["data"]["config.yaml"])
+    overrides = [word.replace("$(POD_IP)", reached_at("0.0.0.0")) for word in prepare["args"] if "=" in word]
+    report = Report()
+    machine.look(load(config, overrides), tmp_path, report)
+    assert not report.problems and not report.here
 
 
 @pytest.mark.parametrize(("look", "code"), [((), 2), (("--no-look",), 0)])

@@ -436,8 +436,6 @@ MISTAKES = [
                  "broker.bind=tcp://0.0.0.0:0", "broker.advertise=tcp://127.0.0.1:5555"]),
     m("an address of weights that leads to no port", "snapshot_advertise: it leads to one port: give that, too",
       overrides=["weights.snapshot_advertise=tcp://203.0.113.7:5601"]),
-    m("rollouts on other machines that weights do not reach", "weights.host=127.0.0.1: rollouts that join from other m",
-      overrides=["run.elsewhere=[rollout]", "broker.bind=tcp://0.0.0.0:0", "broker.advertise=tcp://127.0.0.1:5555"]),
     m("an answer that is shown where nothing can be", "self_distillation shows a good answer in the prompt",
       overrides=["trainer.algorithm.preset=sdpo", "gateway.count=1"]),
     m("a method that is another one", "trainer.algorithm: preset=dapo takes aggregation=token-mean, and token-sum is",
