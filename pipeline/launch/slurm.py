@@ -15,6 +15,7 @@ from pathlib import Path
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.launch.parts import Part, head_arguments, member_arguments
 from penstock.pipeline.run.command import penstock
+from penstock.pipeline.run.folder import is_of_another
 from penstock.pipeline.run.resume import STORE
 
 WARNING_S = 180
@@ -95,7 +96,10 @@ def submit(folder: Path, parts: list[Part], store: str | None = None) -> dict[st
 
 def check_left(folder: Path) -> None:
     """Raises `ConfigError` where the run's own job is in Slurm's queue yet, and so goes on by itself: two would take
-    the run, and those that join it, from each other."""
+    the run, and those that join it, from each other. A copy forgets the job, which is not its own."""
+    if is_of_another(folder):
+        head_file(folder).unlink(missing_ok=True)
+        return
     try:
         job = head_file(folder).read_text().strip()
         state = _ask("squeue", "--noheader", "--format=%T", "--jobs", job)
@@ -105,6 +109,11 @@ def check_left(folder: Path) -> None:
         if "Invalid job id" in str(error):
             return
         raise
+    if state == "COMPLETING":
+        raise ConfigError(
+            f"--resume: job {job} of the run in {folder} is ending (COMPLETING): wait until it has left the queue: "
+            f"squeue --jobs {job}"
+        )
     if state:
         jobs = " ".join(dict.fromkeys([job, *members_file(folder).read_text().split()]))
         end = f"scancel --batch --signal=INT {job}" if state == "RUNNING" else f"scancel {jobs}"

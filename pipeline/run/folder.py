@@ -121,8 +121,7 @@ def begin(config: Config, folder: Path, origin: Origin) -> list[str]:
 def _settle(config: Config, folder: Path) -> list[str]:
     """Writes down where the run lies. One that was moved is the same run; a copy of one that is there yet is another,
     and gets a mark of its own beside the key that they share, by which the digests of its versions are made."""
-    file, own = folder / "run.place", folder / "config.yaml"
-    before = Path(file.read_text()) if file.is_file() else folder
+    file, own, before = folder / "run.place", folder / "config.yaml", _place(folder)
     copied: list[str] = []
     if _is_copy(folder, before):
         url = hide_password(config.store.url or "")
@@ -135,6 +134,18 @@ def _settle(config: Config, folder: Path) -> list[str]:
         copied = [f"a copy of {before}: to trackers it is a run of its own from now on"]
     write_whole(file, str(folder.resolve()))
     return copied
+
+
+def _place(folder: Path) -> Path:
+    """Where the run in ``folder`` lay when it was last started."""
+    file = folder / "run.place"
+    return Path(file.read_text()) if file.is_file() else folder
+
+
+def is_of_another(folder: Path) -> bool:
+    """What ``folder`` says of a cluster's jobs is said of the folder that it is a copy of, and that is there yet."""
+    before = _place(folder)
+    return before.is_dir() and not folder.samefile(before)
 
 
 def _is_copy(folder: Path, before: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -287,7 +288,7 @@ def test_a_run_whose_own_job_is_in_the_queue_is_not_submitted_again(
     slurm.members_file(folder).write_text("8\n8\n9\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
-    def asked(answer: str, exit_code: int = 0) -> str:
+    def asked(answer: str, exit_code: int = 0, folder: Path = folder) -> str:
         squeue.write_text(f"#!/bin/sh\necho '{answer}' >&{1 + bool(exit_code)}; exit {exit_code}\n")
         squeue.chmod(0o755)
         command = ["launch", "slurm", "--resume", str(folder), "--no-gpus", "--network", "127.0.0.0/8"]
@@ -295,10 +296,14 @@ def test_a_run_whose_own_job_is_in_the_queue_is_not_submitted_again(
 
     assert "job 7 of the run in" in (said := asked("PENDING")) and "first: scancel 7 8 9" in said
     assert "first: scancel --batch --signal=INT 7" in asked("RUNNING")
+    assert "wait until it has left the queue" in (said := asked("COMPLETING")) and "scancel" not in said
     assert "squeue: it is down" in asked("it is down", 1)
+    copied = shutil.copytree(folder, tmp_path / "copied")
+    for _ in range(2):  # the second time it is in its own place
+        assert "the run is ready" in asked("RUNNING", folder=copied)
     assert slurm.members_file(folder).read_text() == "8\n8\n9\n", "who has joined yet"
     for answer, exit_code in (("", 0), ("slurm_load_jobs error: Invalid job id specified", 1)):
-        assert "sbatch: not found" in asked(answer, exit_code)
+        assert "the run is ready" in asked(answer, exit_code)
 
 
 @pytest.mark.parametrize(("queue", "code"), [("7", 0), ("", 75), ("slurm_load_jobs error: Invalid job id", 75)])
