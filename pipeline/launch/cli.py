@@ -6,7 +6,7 @@ import os
 import shlex
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Literal, Optional
 
 import typer
 
@@ -31,6 +31,7 @@ NETWORK = Annotated[
         help="The network that all machines are on, e.g. 10.1.0.0/16. Not given: this machine's.", show_default=False
     ),
 ]
+PullPolicy = Literal["IfNotPresent", "Always", "Never"]
 EACH = Annotated[int, typer.Option(min=1, help="Rollouts in each task.")]
 DRY_RUN = Annotated[bool, typer.Option(help="Look at everything, print what would be started, and start nothing.")]
 
@@ -164,6 +165,14 @@ def on_kubernetes(
     image: Annotated[
         str, typer.Option(help="Which has Penstock: the repository's Dockerfile builds it.")
     ] = "penstock:gpu",
+    pull_policy: Annotated[
+        Optional[PullPolicy],  # noqa: UP045
+        typer.Option(
+            help="When nodes pull the image; not given: Always where it comes from a registry by a tag, which may be "
+            "another image's by now. Never for one that is on the nodes alone.",
+            show_default=False,
+        ),
+    ] = None,
     namespace: Annotated[Optional[str], typer.Option(show_default=False, help="Of all objects.")] = None,  # noqa: UP045
     claim: Annotated[
         Optional[str],  # noqa: UP045
@@ -218,7 +227,16 @@ def on_kubernetes(
         except ConfigError as error:
             raise ConfigError(f"{error}\nwhere the image or the claim alone has what is wanted: --no-look") from None
     options = kubernetes.Options(
-        called, image, namespace, claim, storage_class, storage, secret, prometheus, kubernetes.bounds(autoscale)
+        called,
+        image,
+        namespace,
+        claim,
+        storage_class,
+        storage,
+        pull_policy,
+        secret,
+        prometheus,
+        kubernetes.bounds(autoscale),
     )
     typer.echo(kubernetes.manifests(config, parts_of(config, gpus, each), options), nl=False)
 

@@ -55,6 +55,8 @@ class Options:
     """A claim that is there; None: one is made."""
     storage_class: str | None = None
     storage: str = "200Gi"
+    pull: str | None = None
+    """`imagePullPolicy`; None: as `_is_pulled` says."""
     secret: str | None = None
     """A secret whose keys become environment variables, HF_TOKEN for instance."""
     prometheus: str | None = None
@@ -309,11 +311,12 @@ def _member(options: Options, part: Part, shm: str) -> Manifest:
 
 def _container(options: Options, name: str, arguments: list[str], shm: str) -> Manifest:
     from_pod = {"POD_IP": "status.podIP", "POD_NAME": "metadata.name"}
+    pull = options.pull or ("Always" if _is_pulled(options.image) else None)
     secret = {"envFrom": [{"secretRef": {"name": options.secret}}]} if options.secret else {}
     return {
         "name": name,
         "image": options.image,
-        **({"imagePullPolicy": "Always"} if _is_pulled(options.image) else {}),
+        **({"imagePullPolicy": pull} if pull else {}),
         "args": arguments,
         "env": [
             *({"name": key, "valueFrom": {"fieldRef": {"fieldPath": path}}} for key, path in from_pod.items()),

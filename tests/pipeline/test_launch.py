@@ -415,18 +415,24 @@ def test_manifests_are_valid_and_join_one_run() -> None:
     assert config["run"]["elsewhere"] == ["rollout"] and config["rollout"]["count"] == 4
 
 
-def test_an_image_that_was_built_again_is_pulled_again() -> None:
-    for image, policy in (
-        ("registry.lab:5000/penstock:gpu", "Always"),
-        ("lab/penstock:gpu", "Always"),
-        (f"registry.lab/penstock@sha256:{'0' * 64}", None),
-        ("penstock:gpu", None),
-        ("localhost/penstock:gpu", None),
+def test_an_image_that_was_built_again_is_pulled_again_unless_nodes_have_it_alone() -> None:
+    for image, given, policy in (
+        ("registry.lab:5000/penstock:gpu", None, "Always"),
+        ("lab/penstock:gpu", None, "Always"),
+        ("lab/penstock:gpu", "Never", "Never"),
+        (f"registry.lab/penstock@sha256:{'0' * 64}", None, None),
+        ("penstock:gpu", None, None),
+        ("penstock:gpu", "IfNotPresent", "IfNotPresent"),
+        ("localhost/penstock:gpu", None, None),
     ):
-        made = kubernetes.manifests(spread(GRPO), parts_of(spread(GRPO), True), kubernetes.Options("first", image))
+        options = kubernetes.Options("first", image, pull=given)
+        made = kubernetes.manifests(spread(GRPO), parts_of(spread(GRPO), True), options)
         pods = [item["spec"]["template"]["spec"] for item in yaml.safe_load_all(made) if item["kind"] == "Job"]
         given = [container for pod in pods for container in (*pod["initContainers"], *pod["containers"])]
         assert len(given) == 4 and {container.get("imagePullPolicy") for container in given} == {policy}
+    command = ["launch", "kubernetes", str(QUICKSTART), "--no-look", "--image=lab/penstock", "--pull-policy=Never"]
+    written = CliRunner().invoke(app, command).stdout
+    assert "imagePullPolicy: Never" in written and "Always" not in written
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "summary.json"])
