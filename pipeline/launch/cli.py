@@ -114,7 +114,8 @@ def on_ray(
         Optional[list[str]],  # noqa: UP045
         typer.Option(
             help="An environment variable of this shell that the run's processes get, e.g. --env SERPER_KEY; several "
-            "may be given. HF_*, WANDB_*, MLFLOW_*, *_API_KEY, NCCL_*, PENSTOCK_* and proxies they get anyhow.",
+            "may be given. HF_*, WANDB_*, MLFLOW_*, *_API_KEY, NCCL_*, PENSTOCK_* and proxies they get anyhow, where "
+            "their node has none of that name.",
             show_default=False,
         ),
     ] = None,
@@ -138,7 +139,8 @@ def on_ray(
     console = RunConsole()
     file, overrides = _sorted(file, overrides, resume)
     config, origin, folder = resolve(console, Path(file) if file else None, overrides, resume, network)
-    parts, handed = parts_of(config, gpus, each), ray_cluster.handed_on(os.environ, env or [])
+    given = env or []
+    parts, handed = parts_of(config, gpus, each), ray_cluster.handed_on(os.environ, given)
     if dry_run:
         look_at(OwnConsole(stderr=True), config, folder)
         for part in parts:
@@ -148,7 +150,7 @@ def on_ray(
     make_ready(console, config, origin, folder)
     console.print(f"run folder: {folder}", highlight=False, markup=False, soft_wrap=True)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    code = ray_cluster.launch(folder, Path.cwd(), parts, handed, config.store.url, address, say)
+    code = ray_cluster.launch(folder, Path.cwd(), parts, handed, given, config.store.url, address, say)
     if code and (read_summary(folder) or {}).get("outcome") != "complete":
         say(f"go on with: penstock launch ray --resume {shlex.quote(str(folder))}")
     raise typer.Exit(code)

@@ -46,15 +46,17 @@ Started = tuple[str, Any, list[str], Any]
 class Process:
     """A Ray actor: a ``penstock`` command, on the machine that Ray has chosen."""
 
-    def __init__(self, workdir: str, env: dict[str, str]) -> None:
-        """``env``: environment variables beside those that Ray has on that machine."""
-        self._workdir, self._env = workdir, env
+    def __init__(self, workdir: str, env: dict[str, str], given: tuple[str, ...] = ()) -> None:
+        """``env``: environment variables beside those that Ray has on that machine, whose own values count but for
+        those that were ``given`` by name."""
+        self._workdir, self._env, self._given = workdir, env, given
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped, self._lock = False, threading.Lock()
 
     def run(self, arguments: list[str]) -> int:
         """Until the command ends; returns its exit code. Ray calls it again where the machine has died meanwhile."""
         command = [sys.executable, "-P", "-m", "penstock.pipeline.cli", *arguments]
+        own = {name: value for name, value in os.environ.items() if name not in self._given}
         workdir = self._workdir if Path(self._workdir).is_dir() else None  # that of who launched it, where it is here
         end_with_us = with_parent(signal.SIGTERM)
 
@@ -66,7 +68,7 @@ class Process:
         with self._lock:
             if self._stopped:
                 return 130
-            self._process = subprocess.Popen(command, cwd=workdir, env={**os.environ, **self._env}, preexec_fn=begin)
+            self._process = subprocess.Popen(command, cwd=workdir, env=self._env | own, preexec_fn=begin)
         code = self._process.wait()
         return code if code >= 0 else 128 - code
 
@@ -96,14 +98,16 @@ def launch(
     workdir: Path,
     parts: list[Part],
     env: dict[str, str],
+    given: list[str],
     store: str | None,
     address: str | None,
     say: Callable[[str], None],
 ) -> int:
     """Runs ``parts``, the head first, with the environment variables ``env``, on the cluster at ``address`` (None: the
-    one that this machine is part of), until the head ends; returns its exit code. ``store``: a store's URL with its
-    password, for the head alone. SIGINT and SIGTERM, which it is told as they came, have it save a checkpoint first.
-    Raises `ConfigError` where there is no cluster, or no room."""
+    one that this machine is part of), until the head ends; returns its exit code. Of ``env`` a machine's own values
+    count, but for those ``given`` by name. ``store``: a store's URL with its password, for the head alone. SIGINT and
+    SIGTERM, which it is told as they came, have it save a checkpoint first. Raises `ConfigError` where there is no
+    cluster, or no room."""
     ray = _ray()
     stopping: list[int] = []
     try:
@@ -114,7 +118,7 @@ def launch(
     try:
         group = _reserve(ray, parts, stopping)
         (name, actor, _, code), *members = _start(
-            ray, group, folder, workdir, parts, env, {STORE: store} if store else {}
+            ray, group, folder, workdir, parts, env, given, {STORE: store} if store else {}
         )
         say(f"placed: {', '.join(part.words for part in parts)}")
         return _watch(ray, (name, actor, code), members, stopping, say)
@@ -148,7 +152,14 @@ def _resources(part: Part) -> dict[str, int]:
 
 
 def _start(
-    ray: Any, group: Any, folder: Path, workdir: Path, parts: list[Part], env: dict[str, str], of_head: dict[str, str]
+    ray: Any,
+    group: Any,
+    folder: Path,
+    workdir: Path,
+    parts: list[Part],
+    env: dict[str, str],
+    given: list[str],
+    of_head: dict[str, str],
 ) -> list[Started]:
     """An actor in each bundle, at work: its name, itself, its command's arguments, and what it will return."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -168,7 +179,7 @@ def _start(
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
                 )
                 .remote(
-                    str(workdir), env | of_head if head else env
+                    str(workdir), env | of_head if head else env, (*given, *of_head)
                 )  # as a runtime_env Ray's dashboard and logs would show it
             )
             name = part.kind if head else f"{part.kind}-{task}"

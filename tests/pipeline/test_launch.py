@@ -340,9 +340,11 @@ def test_processes_on_a_ray_cluster_have_the_launching_shells_tokens(
     command.write_text(f'#!/bin/sh\nenv > {tmp_path}/env; exit "$PENSTOCK_TERM_S"\n')
     command.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(command))
-    assert ray_cluster.Process(str(tmp_path), {**env, "PENSTOCK_TERM_S": "9"}).run([]) == 9
+    monkeypatch.setenv("NCCL_IB_HCA", "of the node")
+    monkeypatch.setenv("SERPER_KEY", "of the node")
+    assert ray_cluster.Process(str(tmp_path), {**env, "PENSTOCK_TERM_S": "9"}, ("SERPER_KEY",)).run([]) == 9
     has = (tmp_path / "env").read_text().splitlines()
-    assert {"HF_TOKEN=a", "SERPER_KEY=e", f"PATH={os.environ['PATH']}"} <= set(has)
+    assert {"HF_TOKEN=a", "NCCL_IB_HCA=of the node", "SERPER_KEY=e", f"PATH={os.environ['PATH']}"} <= set(has)
 
 
 def test_a_process_on_a_ray_cluster_is_told_to_stop_as_who_launched_it_was(
