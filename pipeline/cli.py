@@ -16,6 +16,7 @@ from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.launch.cli import launch
 from penstock.pipeline.report.console import OwnConsole, RunConsole
 from penstock.pipeline.run.crashes import FULL
+from penstock.pipeline.run.lock import HeldError
 from penstock.pipeline.tools.agents_cli import agents
 from penstock.pipeline.tools.arguments import FILE, OVERRIDES
 from penstock.pipeline.tools.doctor_cli import doctor
@@ -31,7 +32,7 @@ from penstock.pipeline.tools.rollouts_cli import rollouts
 from penstock.pipeline.tools.simulate_cli import simulate
 from penstock.pipeline.tools.trace_cli import trace
 from penstock.protocols.keys import KeysError
-from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.errors import EXIT_LATER, SetupError
 from penstock.services.runtime.plain import visible
 
 app = typer.Typer(
@@ -82,12 +83,12 @@ app.command("trace")(trace)
 
 
 def main() -> None:
-    """Entry point: errors a user can mend are one clear message and exit code 2."""
+    """Entry point: errors a user can mend are one clear message and exit code 2; 75 where another one runs there."""
     try:
         app(prog_name="penstock")
     except (SetupError, KeysError) as error:
         typer.echo(f"error: {visible(str(error))}", err=True)
-        sys.exit(2)
+        sys.exit(EXIT_LATER if isinstance(error, HeldError) else 2)
     except OSError as error:
         if error.errno not in FULL:
             raise
@@ -118,7 +119,7 @@ def run(
     checkpoint and stops; a second one ends it at once. --resume goes on, by itself with the config that the run has,
     with the same model and data; steps, bounds and rates may be others.
 
-    Exit codes: 0 complete, 130 interrupted, 1 failed, 2 a setup that cannot work.
+    Exit codes: 0 complete, 130 interrupted, 1 failed, 2 a setup that cannot work, 75 another one runs in the folder.
 
     For instance: penstock run configs/quickstart.yaml trainer.steps=50
     or: penstock run --resume runs/first-try trainer.steps=300

@@ -40,8 +40,7 @@ while :; do
   code=$?
   kill -0 $work 2>/dev/null || break  # a signal ends a wait, too
 done
-if {{ [ -n "$again" ] && [ -z "$stop" ] && [ $code -eq 130 ]; }} ||
-  {{ [ $code -eq 75 ]{unless}; }}; then  # 75: its run is not there yet
+if {{ [ -n "$again" ] && [ -z "$stop" ] && [ $code -eq 130 ]; }}{later}; then
   scontrol requeue $SLURM_JOB_ID && exit
 fi
 {at_end}exit $code
@@ -49,11 +48,13 @@ fi
 _REGISTER = """\
 echo $SLURM_ARRAY_JOB_ID >> {members}  # who is cancelled when the run has failed, or was ended
 """
-_UNLESS_GONE = ' && [ -n "$(squeue --noheader --jobs "$(cat {head})" 2>&1 | grep --invert-match "Invalid job id")" ]'
-"""The run's own job is in no queue any more: nobody would begin it."""
+_LATER = """ ||
+  {{ [ $code -eq 75 ] && [ -n "$(squeue --noheader --jobs "$(cat {head})" 2>&1 |
+    grep --invert-match "Invalid job id")" ]; }}"""
+"""The run of who joins is not there yet, and its own job is in the queue: else nobody would begin it."""
 _CANCEL = """\
-if [ $code -ne 0 ] && {{ [ $code -ne 130 ] || [ -n "$stop" ]; }}; then
-  xargs --no-run-if-empty scancel < {members}  # whoever would wait for it
+if [ $code -ne 0 ] && [ $code -ne 75 ] && {{ [ $code -ne 130 ] || [ -n "$stop" ]; }}; then
+  xargs --no-run-if-empty scancel < {members}  # whoever would wait for it; 75: another one runs
 fi
 """
 
@@ -186,20 +187,20 @@ def _script(folder: Path, workdir: Path, part: Part, options: list[str]) -> str:
     members = shlex.quote(str(members_file(folder)))
     if part.kind == "head":
         command = shlex.join(penstock(*head_arguments(str(folder))))
-        at_begin, at_end, unless = "", _CANCEL.format(members=members), ""
+        at_begin, at_end, later = "", _CANCEL.format(members=members), ""
     else:
         directives.append(f"--array=0-{part.tasks - 1}")
         *known, _ = penstock(*member_arguments(str(folder), part, ""))
         command = f"{shlex.join(known)} $SLURM_ARRAY_TASK_ID"
         at_begin, at_end = _REGISTER.format(members=members), ""
-        unless = _UNLESS_GONE.format(head=shlex.quote(str(head_file(folder))))
+        later = _LATER.format(head=shlex.quote(str(head_file(folder))))
     return _SCRIPT.format(
         words=part.words,
         directives="\n".join(f"#SBATCH {directive}" for directive in [*directives, *map(_quoted, options)]),
         workdir=shlex.quote(str(workdir)),
         command=command,
         at_begin=at_begin,
-        unless=unless,
+        later=later,
         at_end=at_end,
     )
 

@@ -23,10 +23,14 @@ LOOK_S = 3.0
 """In which a broker that is at work writes a line."""
 
 
+class HeldError(ConfigError):
+    """Somebody else runs in the folder yet."""
+
+
 @contextmanager
 def held(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
     """Nobody else runs in ``folder`` meanwhile; the kernel gives it free when this process ends, however that is.
-    Raises `ConfigError` where somebody does for ``wait_s`` yet."""
+    Raises `HeldError` where somebody does for ``wait_s`` yet, and `ConfigError` where the lock cannot be written."""
     deadline = time.monotonic() + wait_s
     try:
         opened = (folder / LOCK).open("a+")
@@ -36,7 +40,7 @@ def held(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
         while not _take(file, folder):
             if time.monotonic() >= deadline:
                 waited = f", {wait_s:g} s later too" if wait_s else ""
-                raise ConfigError(
+                raise HeldError(
                     f"--resume: the run in {folder} is going on already{waited}; watch it with: penstock top {folder}"
                 )
             time.sleep(RETRY_S)

@@ -11,10 +11,8 @@ import typer
 
 from penstock.pipeline.report.console import RunConsole
 from penstock.pipeline.tools.arguments import OVERRIDES
+from penstock.services.runtime.errors import EXIT_LATER
 from penstock.services.runtime.plain import visible
-
-NOBODY = 75
-"""Exit code, as sysexits.h has it: try again later."""
 
 
 def join(
@@ -66,5 +64,5 @@ def join(
         typer.echo(f"error: {visible(str(error))}\nlogs: {run / 'logs'}", err=True)
         if failed_patience and isinstance(error, FailedError):
             raise typer.Exit(0) from None
-        raise typer.Exit(NOBODY if isinstance(error, NobodyError) else 1) from None
+        raise typer.Exit(EXIT_LATER if isinstance(error, NobodyError) else 1) from None
     raise typer.Exit(0 if over else 130)

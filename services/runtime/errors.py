@@ -3,6 +3,9 @@
 EXIT_SETUP = 78
 """Exit code of an actor that cannot work with what it was given: starting it again would not help."""
 
+EXIT_LATER = 75
+"""Exit code of a command that may work later, as sysexits.h has it."""
+
 
 class SetupError(ValueError):
     """The actor cannot work with what it was given: starting it again would not help."""

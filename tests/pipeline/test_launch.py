@@ -229,10 +229,10 @@ def test_partitions_are_looked_at_wherever_they_are_named(tmp_path: Path, monkey
         ("INT", 130, "scancel 8"),
         ("TERM", 130, ""),
         (None, 3, "scancel 8"),
-        (None, 75, "requeue 7"),
+        (None, 75, ""),
         (None, 0, ""),
     ],
-    ids=["time-limit", "told-to-stop", "preempted", "failed", "not-there-yet", "complete"],
+    ids=["time-limit", "told-to-stop", "preempted", "failed", "another-one-runs", "complete"],
 )
 def test_a_slurm_job_ends_as_it_should(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: str | None, code: int, asked: str

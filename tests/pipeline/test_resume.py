@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import penstock
-from penstock.pipeline.cli import app
+from penstock.pipeline.cli import app, main
 from penstock.pipeline.config import Config, ConfigError, dump, load
 from penstock.pipeline.config.origin import Origin, read, write
 from penstock.pipeline.run import lock
@@ -140,6 +141,13 @@ def test_only_one_at_a_time_runs_in_a_folder(folder: Path) -> None:
         pass
     with held(folder):
         pass
+
+
+def test_who_finds_a_run_at_work_leaves_with_a_code_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["penstock", "run", "--resume", str(folder)])
+    with held(folder), pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 75, "a cluster's job whose code is another cancels those that have joined"
 
 
 def test_also_where_the_file_system_knows_no_locks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
