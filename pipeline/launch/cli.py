@@ -187,7 +187,11 @@ def on_kubernetes(
     storage: Annotated[str, typer.Option(help="Size of the claim that is made.")] = "200Gi",
     secret: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="A secret whose keys become environment variables, e.g. HF_TOKEN.", show_default=False),
+        typer.Option(
+            help="A secret whose keys become environment variables, e.g. HF_TOKEN; or PENSTOCK_STORE: store.url with "
+            "its password.",
+            show_default=False,
+        ),
     ] = None,
     autoscale: Annotated[
         Optional[str],  # noqa: UP045

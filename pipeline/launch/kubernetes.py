@@ -16,9 +16,10 @@ from typing import Any
 import yaml
 
 from penstock.pipeline.config import Config, ConfigError, dump
-from penstock.pipeline.config.passwords import HIDDEN
+from penstock.pipeline.config.passwords import HIDDEN, hide_password
 from penstock.pipeline.launch.parts import PATIENCE_S, Part, head_arguments, member_arguments
 from penstock.pipeline.resources.host import SHM, host_needs
+from penstock.pipeline.run.resume import STORE
 from penstock.services.runtime import registry
 
 Manifest = dict[str, Any]
@@ -58,7 +59,7 @@ class Options:
     pull: str | None = None
     """`imagePullPolicy`; None: as `_is_pulled` says."""
     secret: str | None = None
-    """A secret whose keys become environment variables, HF_TOKEN for instance."""
+    """A secret whose keys become environment variables, HF_TOKEN for instance; `STORE` is the head's alone."""
     prometheus: str | None = None
     """Where KEDA asks, e.g. ``http://prometheus.monitoring:9090``."""
     autoscale: tuple[int, int] | None = None
@@ -81,9 +82,10 @@ def manifests(config: Config, parts: list[Part], options: Options) -> str:
         raise ConfigError("--autoscale: KEDA reads from a Prometheus; give --prometheus http://HOST:9090")
     if options.autoscale and options.autoscale[0]:
         raise ConfigError("--autoscale: the least must be 0, or rollouts would stay when the run is over; e.g. 0:8")
-    if config.store.url and HIDDEN in dump(config):
+    if HIDDEN in hide_password(config.store.url or "") and not options.secret:
         raise ConfigError(
-            "store.url: its password would stand in a ConfigMap; leave it out: a run has a store of its own"
+            f"store.url: its password does not go into a ConfigMap: put the whole address into a secret as {STORE}, "
+            "and give that, e.g. --secret store; or leave store.url out: a run has a store of its own"
         )
     if options.autoscale and "rollout" not in [part.kind for part in parts]:
         raise ConfigError("--autoscale: there are no rollouts to scale: run.elsewhere does not name them")
@@ -306,7 +308,10 @@ def _waiting(options: Options, shm: str) -> Manifest:
 def _member(options: Options, part: Part, shm: str) -> Manifest:
     command = [*member_arguments(options.folder, part, "$(POD_NAME)"), "--failed-patience", str(FAILED_S)]
     command.append("weights.host=$(POD_IP)")
-    return _container(options, _dashed(part.kind), command, shm) | {"resources": _resources(part)}
+    container = _container(options, _dashed(part.kind), command, shm) | {"resources": _resources(part)}
+    if options.secret:  # the store is the head's alone
+        container["env"].append({"name": STORE, "value": ""})
+    return container
 
 
 def _container(options: Options, name: str, arguments: list[str], shm: str) -> Manifest:

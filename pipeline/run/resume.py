@@ -52,13 +52,20 @@ def resumed(folder: Path, file: Path | None, overrides: list[str] | None) -> tup
         with suppress(ConfigError):  # a file may need what was given at its first start
             said = changes(counted(load(file, overrides), began)[0], counted(config, began)[0])
             kept = [f"{change} (given at an earlier start, which holds; {file.name} says otherwise)" for change in said]
-    if config.store.url and HIDDEN in config.store.url:
-        config = config.model_copy(update={"store": config.store.model_copy(update={"url": _store(config.store.url)})})
+    config = with_password(config)
     asked_now = any(key_of(override) == "trainer.steps" for override in overrides or [])
     config, _ = counted(config, None if asked_now else began)
     check_fixed(began, config)
     check_left(folder, config)
     return config, origin, [*changes(began, config), *kept]
+
+
+def with_password(config: Config) -> Config:
+    """``config`` with its store's password, where that was left out as it was written down: the one that the
+    environment has. Raises `ConfigError` where it has none."""
+    if not config.store.url or HIDDEN not in config.store.url:
+        return config
+    return config.model_copy(update={"store": config.store.model_copy(update={"url": _store(config.store.url)})})
 
 
 def _store(url: str) -> str:

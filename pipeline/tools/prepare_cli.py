@@ -41,9 +41,13 @@ def _prepare(file: Path, overrides: list[str], folder: Path, looked: bool) -> No
     from penstock.pipeline.preflight.steps import counted
     from penstock.pipeline.resources.host import to_scale, too_small
     from penstock.pipeline.run.folder import began_in, open_folder
+    from penstock.pipeline.run.resume import STORE, with_password
     from penstock.services.runtime.install import in_container
 
-    config, line = counted(load(file, overrides), began_in(folder))
+    config = load(file, overrides)
+    if STORE in os.environ:  # of a cluster's secret
+        config = with_password(config)
+    config, line = counted(config, began_in(folder))
     if line:
         typer.echo(line, err=True)
     if not looked:

@@ -35,6 +35,7 @@ from penstock.pipeline.resources.store_size import store_gib
 from penstock.pipeline.run import launcher
 from penstock.pipeline.run.folder import open_folder
 from penstock.pipeline.run.join import shares
+from penstock.pipeline.run.resume import resumed
 from penstock.protocols.messages import Ack, Hello, Refused
 from penstock.protocols.router_server import RouterServer
 from penstock.services.runtime import registry
@@ -563,8 +564,34 @@ def test_what_kubernetes_would_not_take_is_refused() -> None:
         objects(spread(GRPO), autoscale=(0, 8))
     with pytest.raises(ConfigError, match="--autoscale: the least must be 0"):
         objects(spread(GRPO), autoscale=(1, 8), prometheus="http://prometheus:9090")
-    with pytest.raises(ConfigError, match="store.url: its password"):
-        objects(spread(GRPO, "store.url=redis://me:secret@10.1.0.7:6379/0"))
+
+
+def test_a_stores_password_comes_from_a_secret_to_the_head_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "redis://me:secret@10.1.0.7:6379/0"
+    with pytest.raises(ConfigError, match="store.url: its password .* into a secret as PENSTOCK_STORE"):
+        objects(spread(QUICKSTART, f"store.url={url}"))
+    found = objects(spread(QUICKSTART, f"store.url={url}"), secret="mine")
+    assert url not in str(found) and "redis://me:***@" in str(found["ConfigMap", "penstock-first"])
+    for part, container, hidden in (
+        ("head", "initContainers", []),
+        ("head", "containers", []),
+        ("rollout", "containers", [""]),
+    ):
+        (pod,) = found["Job", f"penstock-first-{part}"]["spec"]["template"]["spec"][container]
+        assert pod["envFrom"] == [{"secretRef": {"name": "mine"}}]
+        assert [entry["value"] for entry in pod["env"] if entry["name"] == "PENSTOCK_STORE"] == hidden
+    config, folder = tmp_path / "config.yaml", tmp_path / "first"
+    config.write_text(found["ConfigMap", "penstock-first"]["data"]["config.yaml"])
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "config.json").touch()
+    monkeypatch.setenv("PENSTOCK_STORE", "redis://me:secret@10.1.0.8:6379/0")
+    prepare = ["prepare", str(config), "--folder", str(folder), "--looked"]
+    assert "give it again" in str(CliRunner().invoke(app, prepare).exception)
+    monkeypatch.setenv("PENSTOCK_STORE", url)
+    assert CliRunner().invoke(app, prepare).exit_code == 0
+    assert resumed(folder, None, [])[0].store.url == url and "secret" not in (folder / "config.yaml").read_text()
 
 
 @pytest.mark.parametrize("let_in", [False, True])
