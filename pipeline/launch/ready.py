@@ -10,6 +10,7 @@ from rich.console import Console
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.preflight.look import look
+from penstock.pipeline.preflight.reached import unreached
 from penstock.pipeline.preflight.steps import counted
 from penstock.pipeline.run.folder import new_folder, open_folder
 from penstock.pipeline.run.lock import is_at_work
@@ -87,9 +88,11 @@ def make_ready(console: Console, config: Config, origin: Origin, folder: Path) -
 
 
 def look_at(console: Console, config: Config, folder: Path) -> None:
-    """Looks at all that the config names; what this machine lacks, the cluster's may have. Raises `ConfigError`."""
+    """Looks at all that the config names; what this machine lacks, the cluster's may have, and programs are on the
+    head's alone. Raises `ConfigError`."""
     with console.status("looking at data, model and functions …"):
         report = look(config, folder)
+    report.problems += unreached(config)
     report.check(elsewhere=True)
     for note in report.remarks:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)

@@ -17,6 +17,7 @@ from penstock.pipeline.preflight import (
     machine,
     model,
     pictures,
+    reached,
     rewards,
     scorers,
     sources,
@@ -39,7 +40,7 @@ def look(config: Config, folder: Path, programs: bool = False, lacking: str = ""
         machine.look(config, folder, report)
         parts = (
             gpus, engine, data, pictures, model, lora, learners, rewards, sources, environment, gateway, algorithm,
-            scorers, trackers,
+            scorers, trackers, reached,
         )  # fmt: skip
         alone = bool(config.programs) and not programs
         if alone and lacking:

@@ -28,6 +28,7 @@ from penstock.pipeline.launch import kubernetes, ray_cluster, ready, slurm
 from penstock.pipeline.launch.parts import Part, parts_of
 from penstock.pipeline.launch.ready import cluster_network
 from penstock.pipeline.preflight import machine
+from penstock.pipeline.preflight.reached import unreached
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources.host import PROCESS_GIB, SPARE, host_needs, too_small
 from penstock.pipeline.resources.placement import joining_guests, seated
@@ -174,6 +175,29 @@ def test_rollouts_elsewhere_that_are_sent_no_weights_are_a_note(tmp_path: Path, 
     machine.look(spread(QUICKSTART, "broker.bind=tcp://0.0.0.0:5555", *given), tmp_path, report)
     assert not report.problems
     assert ["would be sent no weights" in note for note in report.notes] == [True] * told
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "asked", "refused"),
+    [("rollout", "localhost:8431", True), ("rollout", "127.0.0.1:8432", False), ("reward", "localhost:8431", False)],
+)
+def test_who_would_ask_its_own_machine_for_a_program_of_the_heads_is_refused(
+    tmp_path: Path, elsewhere: str, asked: str, refused: bool
+) -> None:
+    config = load(
+        QUICKSTART,
+        [
+            "programs.judge={command: 'sleep 60', ready: 'http://127.0.0.1:8431/health'}",
+            f"rollout.environment={{environment: 'mine:Shop', options: {{url: 'http://{asked}/v1'}}}}",
+            f"run.elsewhere=[{elsewhere}]",
+        ],
+    )
+    assert len(unreached(config)) == refused
+    if refused:
+        with pytest.raises(
+            ConfigError, match=r"rollout.environment.options.url=http://localhost:8431/v1: programs.jud"
+        ):
+            ready.look_at(Console(), config, tmp_path)
 
 
 # --- Slurm -----------------------------------------------------------------------------------------------------------
