@@ -323,6 +323,7 @@ def _container(options: Options, name: str, arguments: list[str], shm: str) -> M
         "image": options.image,
         **({"imagePullPolicy": pull} if pull else {}),
         "args": arguments,
+        "terminationMessagePolicy": "FallbackToLogsOnError",  # for `kubectl describe pod`: why it was refused
         "env": [
             *({"name": key, "valueFrom": {"fieldRef": {"fieldPath": path}}} for key, path in from_pod.items()),
             {"name": SHM, "value": shm},

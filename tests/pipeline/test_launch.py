@@ -437,6 +437,7 @@ def test_manifests_are_valid_and_join_one_run() -> None:
         "/penstock/runs/first",
         "--tell",
     ]
+    assert pod["initContainers"][0]["terminationMessagePolicy"] == "FallbackToLogsOnError"
     assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 2}
     config = yaml.safe_load(found["ConfigMap", "penstock-first"]["data"]["config.yaml"])
     assert config["run"]["elsewhere"] == ["rollout"] and config["rollout"]["count"] == 4
