@@ -31,7 +31,29 @@ NETWORK = Annotated[
         help="The network that all machines are on, e.g. 10.1.0.0/16. Not given: this machine's.", show_default=False
     ),
 ]
-PullPolicy = Literal["IfNotPresent", "Always", "Never"]
+PULL_POLICY = Annotated[
+    Optional[Literal["IfNotPresent", "Always", "Never"]],  # noqa: UP045
+    typer.Option(
+        help="When nodes pull the image; not given: Always where it comes from a registry by a tag, which may be "
+        "another image's by now. Never for one that is on the nodes alone.",
+        show_default=False,
+    ),
+]
+SECRET = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        help="A secret whose keys become environment variables, e.g. HF_TOKEN; or PENSTOCK_STORE: store.url with its "
+        "password.",
+        show_default=False,
+    ),
+]
+LOOK = Annotated[
+    bool,
+    typer.Option(
+        "--look/--no-look",
+        help="Look at all that the config names first; not where the image or the claim alone has it.",
+    ),
+]
 EACH = Annotated[int, typer.Option(min=1, help="Rollouts in each task.")]
 DRY_RUN = Annotated[bool, typer.Option(help="Look at everything, print what would be started, and start nothing.")]
 
@@ -167,14 +189,7 @@ def on_kubernetes(
     image: Annotated[
         str, typer.Option(help="Which has Penstock: the repository's Dockerfile builds it.")
     ] = "penstock:gpu",
-    pull_policy: Annotated[
-        Optional[PullPolicy],  # noqa: UP045
-        typer.Option(
-            help="When nodes pull the image; not given: Always where it comes from a registry by a tag, which may be "
-            "another image's by now. Never for one that is on the nodes alone.",
-            show_default=False,
-        ),
-    ] = None,
+    pull_policy: PULL_POLICY = None,
     namespace: Annotated[Optional[str], typer.Option(show_default=False, help="Of all objects.")] = None,  # noqa: UP045
     claim: Annotated[
         Optional[str],  # noqa: UP045
@@ -185,14 +200,7 @@ def on_kubernetes(
         typer.Option(help="Of the claim that is made, e.g. nfs; not given: the cluster's default.", show_default=False),
     ] = None,
     storage: Annotated[str, typer.Option(help="Size of the claim that is made.")] = "200Gi",
-    secret: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(
-            help="A secret whose keys become environment variables, e.g. HF_TOKEN; or PENSTOCK_STORE: store.url with "
-            "its password.",
-            show_default=False,
-        ),
-    ] = None,
+    secret: SECRET = None,
     autoscale: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(help="Least and most rollouts, e.g. 0:8, by KEDA: as many as have work.", show_default=False),
@@ -203,13 +211,7 @@ def on_kubernetes(
     ] = None,
     gpus: Annotated[bool, typer.Option("--gpus/--no-gpus", help="Ask for GPUs.")] = True,
     each: EACH = 1,
-    look: Annotated[
-        bool,
-        typer.Option(
-            "--look/--no-look",
-            help="Look at all that the config names first; not where the image or the claim alone has it.",
-        ),
-    ] = True,
+    look: LOOK = True,
 ) -> None:
     """Print manifests for Kubernetes: Jobs for the run and its rollouts, a claim for its folder, a network policy.
 
@@ -232,17 +234,9 @@ def on_kubernetes(
             look_at(OwnConsole(stderr=True), there, Path("runs") / called)
         except ConfigError as error:
             raise ConfigError(f"{error}\nwhere the image or the claim alone has what is wanted: --no-look") from None
+    scaled = kubernetes.bounds(autoscale)
     options = kubernetes.Options(
-        called,
-        image,
-        namespace,
-        claim,
-        storage_class,
-        storage,
-        pull_policy,
-        secret,
-        prometheus,
-        kubernetes.bounds(autoscale),
+        called, image, namespace, claim, storage_class, storage, pull_policy, secret, prometheus, scaled
     )
     typer.echo(kubernetes.manifests(config, parts_of(config, gpus, each), options), nl=False)
 
