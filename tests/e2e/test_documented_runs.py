@@ -22,6 +22,7 @@ ELSEWHERE = {
     "run configs/quickstart.yaml run.folder=/shared/runs": "tests/e2e/test_join.py",
     "run configs/grpo-32b.yaml": "tests/e2e/test_join.py, with a small model",
     "run configs/grpo-8b.yaml": "tests/engines/test_vllm.py, with a small model",
+    "run configs/recipes/math.yaml model.path=Qwen/Qwen3-4B": "tests/pipeline/test_config.py reads it; needs GPUs",
     "join": "tests/e2e/test_join.py",
     "serve rollout": "tests/e2e/test_remote.py, make two-hosts-test",
     "top": "tests/e2e/test_remote.py",
@@ -54,6 +55,8 @@ def prepared(words: list[str], folder: Path, done: int) -> list[str]:
         found[-1] = "runs/prepared"
     if words[1:3] == ["run", "configs/quickstart.yaml"]:
         found += [*BRIEF, f"run.name={'NAME' if done == 0 else f'other-{done}'}"]
+    elif words[1] == "rollback":
+        found[2:] = ["runs/other-1", "2"]  # other commands want to see a run that is complete
     elif words[1:3] == ["run", "--resume"]:
         found.append("trainer.steps=14")  # as many as penstock simulate --like wants
     return found
