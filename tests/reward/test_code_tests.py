@@ -264,6 +264,9 @@ print(refused(lambda: os.setpgid(0, 0)))
 import fcntl
 print(refused(lambda: fcntl.fcntl(0, fcntl.F_SETOWN, {os.getpid()})) or {"old" not in sys.argv})
 print(subprocess.check_output([sys.executable, "-c", "print(6 * 7)"], text=True).strip())
+print(refused(lambda: open("{os.path.realpath(sys.argv[2])}", "a")))
+os.makedirs("a/b")
+print(refused(lambda: os.rename("a/b", "b")) or "moved")
 '''
 found = run(program, "assert refused(os.setsid)")
 print(found.completed, found.output.split())
@@ -279,11 +282,46 @@ def test_a_program_is_confined_where_nobody_may_make_a_namespace(kernel: str, tm
     if CDLL(None).syscall(444, None, 0, 1) < 1:
         pytest.skip("there is no Landlock here")
     as_if_old = CHILD.read_text().replace("SCOPED = 6", "SCOPED = 99")
+    assert as_if_old != CHILD.read_text()
     (tmp_path / "child.py").write_text(as_if_old)
     command = [sys.executable, "-c", IN_A_CONTAINER, kernel, str(tmp_path / "child.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    wanted = ["True ['True', 'True', 'True', 'True', 'True', 'True', '42']", "True", "False"]
+    wanted = ["True ['True', 'True', 'True', 'True', 'True', 'True', '42', 'True', 'moved']", "True", "False"]
     assert done.stdout.splitlines() == wanted, done.stderr
+
+
+WRITES = """
+import multiprocessing, os, subprocess, tempfile
+def refused(what):
+    try:
+        what()
+    except OSError:
+        return True
+assert refused(lambda: open({there!r}, "a")) and refused(lambda: os.remove({there!r}))
+assert refused(lambda: os.rename({there!r}, "mine")) and refused(lambda: os.mkdir({there!r} + "-folder"))
+os.makedirs("a/b")
+os.rename("a/b", "b")
+open("b/c", "w").close()
+os.truncate("b/c", 9)
+open(os.devnull, "w").close()
+assert os.path.dirname(tempfile.mkstemp()[1]) == os.getcwd()
+subprocess.check_call("echo 1 > d && rm d && mktemp", shell=True)
+multiprocessing.Lock()
+"""
+
+
+@pytest.mark.parametrize("network", [False, True])
+def test_a_program_writes_in_its_folder_alone(network: bool, tmp_path: Path) -> None:
+    if CDLL(None).syscall(444, None, 0, 1) < 3:
+        pytest.skip("Landlock is too old here, or there is none")
+    (there := tmp_path / "of a run").write_text("x")
+    assert run(WRITES.format(there=str(there)), network=network).completed
+    assert there.read_text() == "x" and [each.name for each in tmp_path.iterdir()] == [there.name]
+
+
+def test_where_memory_ends_the_program_is_the_first_to_go() -> None:
+    """And not whoever runs it, which may be larger than each of its processes."""
+    assert run("print(open('/proc/self/oom_score_adj').read())").output.strip() == "1000"
 
 
 @pytest.mark.parametrize(

@@ -38,10 +38,15 @@ tgkill, rt_tgsigqueueinfo), and of fcntl and ioctl, some of whose commands have 
 OWNERS = ((8, 15), (0x8901, 0x8902))
 """Those commands: F_SETOWN, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP."""
 IO_URING_SETUP, PIDFD_SEND_SIGNAL = 425, 424
-LANDLOCK_CREATE_RULESET, LANDLOCK_RESTRICT_SELF = 444, 446
-LANDLOCK_VERSION, LANDLOCK_MAKE_BLOCK, LANDLOCK_SCOPE_SIGNAL = 1, 1 << 11, 2
+LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
+LANDLOCK_VERSION, LANDLOCK_PATH_BENEATH, LANDLOCK_SCOPE_SIGNAL = 1, 1, 2
+LANDLOCK_WRITE, LANDLOCK_MAKE_BLOCK, LANDLOCK_REFER, LANDLOCK_TRUNCATE = 1 << 1, 1 << 11, 1 << 13, 1 << 14
+LANDLOCK_CHANGES = LANDLOCK_WRITE | 0x1FF0
+"""To write, and whatever removes (2 rights) or makes (7) what is in a folder."""
+REFERRED, TRUNCATED = 2, 3
+"""The versions of Landlock that know of moving to another folder, and of cutting files."""
 SCOPED = 6
-"""The version of Landlock that bounds signals too."""
+"""The version that bounds signals too."""
 CAPABILITIES = 0x20080522
 """Version of how they are told."""
 SOCK_STREAM, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16  # Linux's; the module socket takes long to import
@@ -62,9 +67,12 @@ def main(program: Path, said: int, cpu_s: int, memory_mb: int, network: bool, pa
     if not network:
         _leave_sockets(libc, place)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a pipe that is read would fill whoever reads it
+    with contextlib.suppress(OSError):  # where memory ends it is the program that the kernel ends, and nobody larger
+        Path("/proc/self/oom_score_adj").write_text("1000")
     if child := os.fork():
         os.waitpid(child, 0)
         os._exit(0)
+    _keep_to(libc, program.parent)
     for what, limit in (
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_AS, memory_mb << 20),
@@ -125,20 +133,52 @@ def _leave(libc: Any, network: bool) -> str:
 def _landlock(libc: Any) -> str:
     """Nothing of processes outside can be read from now on, such as their environment (/proc/PID/environ). See `_leave`
     for what it returns; empty where the kernel has no Landlock, or no filter for this machine."""
-    version = libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_VERSION)
+    version = _landlock_version(libc)
     if version < 1 or os.uname().machine not in SYSTEMS or sys.maxsize < 1 << 32:
         return ""
-    # Access to files, to the network, and what is scoped: a domain must forbid something, and nobody makes devices.
-    rules = (LANDLOCK_MAKE_BLOCK, 0, LANDLOCK_SCOPE_SIGNAL)[: 3 if version >= SCOPED else 1]
-    told = struct.pack(f"={len(rules)}Q", *rules)
-    made = libc.syscall(LANDLOCK_CREATE_RULESET, told, ctypes.c_size_t(len(told)), 0)
-    zero = ctypes.c_ulong(0)
-    libc.prctl(PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), zero, zero, zero)
-    if made < 0 or libc.syscall(LANDLOCK_RESTRICT_SELF, made, 0):
+    # A domain must forbid something, and nobody makes devices. Each forbids moving files to another folder, too, but
+    # where that is allowed.
+    moving = LANDLOCK_REFER if version >= REFERRED else 0
+    if not _domain(libc, version, LANDLOCK_MAKE_BLOCK | moving, {"/": moving} if moving else {}):
         return ""
     libc.capset(struct.pack("=Ii", CAPABILITIES, 0), bytes(24))  # or root would read there nevertheless
-    os.close(made)
     return "without_signals" if version >= SCOPED else "with_signals"
+
+
+def _landlock_version(libc: Any) -> int:
+    """Below 1: there is none."""
+    return int(libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_VERSION))
+
+
+def _domain(libc: Any, version: int, forbidden: int, allowed: dict[str, int]) -> bool:
+    """Enters a domain of Landlock: what is ``forbidden`` of files is ``allowed`` below these paths alone (one that is
+    not there is passed over); signals go nowhere else, where the ``version`` bounds them. Whether that was done."""
+    told = struct.pack("=3Q", forbidden, 0, LANDLOCK_SCOPE_SIGNAL)[: 24 if version >= SCOPED else 8]
+    made = libc.syscall(LANDLOCK_CREATE_RULESET, told, ctypes.c_size_t(len(told)), 0)
+    if made < 0:
+        return False
+    for path, rights in allowed.items():
+        with contextlib.suppress(OSError):
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            libc.syscall(LANDLOCK_ADD_RULE, made, LANDLOCK_PATH_BENEATH, struct.pack("=Qi", rights, place), 0)
+            os.close(place)
+    zero = ctypes.c_ulong(0)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), zero, zero, zero)
+    entered = not libc.syscall(LANDLOCK_RESTRICT_SELF, made, 0)
+    os.close(made)
+    return entered
+
+
+def _keep_to(libc: Any, folder: Path) -> None:
+    """From now on files are written, made and removed in ``folder`` alone, and where multiprocessing has its locks:
+    what lies elsewhere would stay, and fill a disk that others need. Devices such as /dev/null can be written to. Does
+    nothing where the kernel has no Landlock."""
+    version = _landlock_version(libc) if hasattr(libc, "unshare") else 0
+    if version < 1:
+        return
+    rights = LANDLOCK_CHANGES | (version >= REFERRED and LANDLOCK_REFER) | (version >= TRUNCATED and LANDLOCK_TRUNCATE)
+    devices = rights & (LANDLOCK_WRITE | LANDLOCK_TRUNCATE)
+    _domain(libc, version, rights, {str(folder): rights, "/dev/shm": rights, "/dev": devices})
 
 
 def _leave_sockets(libc: Any, place: str) -> None:

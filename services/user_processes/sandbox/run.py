@@ -55,9 +55,9 @@ def run(
     output_bytes: int = OUTPUT_BYTES,
 ) -> Outcome:
     """Runs ``program``, then ``tests`` in its names; what ``built_in`` defines both find as they find ``len``.
-    ``seconds`` bounds CPU and time, ``memory_mb`` the memory of each of its processes. The program reads and writes
-    what this user may; it reaches no network, unless ``network``. Raises `SandboxError` where this machine cannot
-    forbid it."""
+    ``seconds`` bounds CPU and time, ``memory_mb`` the memory of each of its processes. The program reads what
+    this user may, and writes, where the kernel has Landlock, in its folder alone; it reaches no network, unless
+    ``network``. Raises `SandboxError` where this machine cannot forbid that."""
     word = secrets.token_bytes(32)
     ours, theirs = socket.socketpair()
     # The output is a file without a name: in its folder the program could put another in its place.
@@ -71,8 +71,8 @@ def run(
         with theirs:
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.PIPE, cwd=folder,
-                pass_fds=(theirs.fileno(),), env={"PATH": os.defpath, "HOME": folder} | ONE_THREAD,
-                start_new_session=True,
+                pass_fds=(theirs.fileno(),), start_new_session=True,
+                env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder} | ONE_THREAD,
             )  # fmt: skip
         timed_out, errors = False, b""
         try:
