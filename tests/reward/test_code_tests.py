@@ -20,6 +20,7 @@ import pytest
 
 from penstock.services.reward.config import FunctionConfig
 from penstock.services.reward.functions.code_tests import code_tests
+from penstock.services.user_processes.sandbox import run as running
 from penstock.services.user_processes.sandbox.child import SYSTEMS
 from penstock.services.user_processes.sandbox.run import CHILD, run
 
@@ -317,6 +318,22 @@ def test_a_program_writes_in_its_folder_alone(network: bool, tmp_path: Path) -> 
     (there := tmp_path / "of a run").write_text("x")
     assert run(WRITES.format(there=str(there)), network=network).completed
     assert there.read_text() == "x" and [each.name for each in tmp_path.iterdir()] == [there.name]
+
+
+def test_where_no_process_may_be_started_a_program_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container where another program has all that there may be: it is no fault of this one's."""
+    once = "import os, sys\nif os.path.exists({there!r}):\n    os.remove({there!r})\n    sys.exit(96)\n"
+    (there := tmp_path / "all of them").touch()
+    late = tmp_path / "child.py"
+    late.write_text(
+        f"{once.format(there=str(there))}os.execv(sys.executable, ['python', '-I', {str(CHILD)!r}, *sys.argv[1:]])"
+    )
+    monkeypatch.setattr(running, "CHILD", late)
+    assert code_tests(ADD, "assert add(1, 2) == 3") == 1.0 and not there.exists()
+    late.write_text("raise SystemExit(96)")
+    monkeypatch.setattr(running, "START_S", 0.2)
+    with pytest.raises(running.SandboxError, match="pids_limit"):
+        code_tests(ADD, "assert add(1, 2) == 3")
 
 
 def test_where_memory_ends_the_program_is_the_first_to_go() -> None:

@@ -52,6 +52,8 @@ CAPABILITIES = 0x20080522
 SOCK_STREAM, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16  # Linux's; the module socket takes long to import
 NO_NAMESPACE = 97
 """Exit code: this machine lets nobody leave the network."""
+NO_PROCESS = 96
+"""Exit code: no more processes may be started here, at present."""
 FILE_BYTES = 16 << 20
 PROCESSES = 256
 """At once, threads too; see `_counts_here`."""
@@ -61,7 +63,7 @@ def main(program: Path, said: int, cpu_s: int, memory_mb: int, network: bool, pa
     """Does not return where the program ends the process."""
     libc = ctypes.CDLL(None, use_errno=True)
     place = _leave(libc, network)
-    if child := os.fork():
+    if child := _fork():
         _watch(libc, child, program.parent, parent)
     _end_with_parent(libc, signal.SIGKILL)
     if not network:
@@ -69,7 +71,7 @@ def main(program: Path, said: int, cpu_s: int, memory_mb: int, network: bool, pa
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a pipe that is read would fill whoever reads it
     with contextlib.suppress(OSError):  # where memory ends it is the program that the kernel ends, and nobody larger
         Path("/proc/self/oom_score_adj").write_text("1000")
-    if child := os.fork():
+    if child := _fork():
         os.waitpid(child, 0)
         os._exit(0)
     _keep_to(libc, program.parent)
@@ -96,6 +98,14 @@ def main(program: Path, said: int, cpu_s: int, memory_mb: int, network: bool, pa
         sys.stdout.flush()
     if os.getpid() == itself:  # and no child that the program has made
         os.write(said, os.read(said, 64))
+
+
+def _fork() -> int:
+    """As `os.fork`; ends this process where others have all that may be."""
+    try:
+        return os.fork()
+    except BlockingIOError:
+        os._exit(NO_PROCESS)
 
 
 def _main_module() -> dict[str, Any]:
@@ -264,7 +274,7 @@ def _watch(libc: Any, child: int, folder: Path, parent: int) -> NoReturn:
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if os.getppid() != parent:
         os.execvp("rm", ["rm", "-rf", str(folder)])  # however deep it is
-    os._exit(NO_NAMESPACE if code == NO_NAMESPACE else 0)
+    os._exit(code if code in (NO_NAMESPACE, NO_PROCESS) else 0)
 
 
 def _end_with_parent(libc: Any, number: int) -> None:

@@ -11,15 +11,22 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from penstock.services.user_processes.sandbox.child import NO_NAMESPACE
+from penstock.services.user_processes.sandbox.child import NO_NAMESPACE, NO_PROCESS
+
+T = TypeVar("T")
 
 CHILD = Path(__file__).with_name("child.py")
 OUTPUT_BYTES = 1 << 20
 """Of what a program prints, where no more is asked for."""
+START_S = 30.0
+"""For processes of others to end, where no more may be started."""
 END_S = 5.0
 """For all that a program has started to end."""
 REMOVE_S = 30.0
@@ -57,7 +64,36 @@ def run(
     """Runs ``program``, then ``tests`` in its names; what ``built_in`` defines both find as they find ``len``.
     ``seconds`` bounds CPU and time, ``memory_mb`` the memory of each of its processes. The program reads what
     this user may, and writes, where the kernel has Landlock, in its folder alone; it reaches no network, unless
-    ``network``. Raises `SandboxError` where this machine cannot forbid that."""
+    ``network``. Raises `SandboxError` where this machine cannot forbid that, or starts no process for long."""
+    return _soon(lambda: _run(program, tests, stdin, seconds, memory_mb, network, built_in, output_bytes))
+
+
+def _soon(start: Callable[[], T]) -> T:
+    """What ``start`` gives. In a container, say, a program may have all processes that there may be: until it ends."""
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            return start()
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise SandboxError(
+                    f"no process could be started within {START_S:g} s: there are as many as there may be (ulimit -u, "
+                    "a container's pids_limit)"
+                ) from None
+        time.sleep(0.1)
+
+
+def _run(
+    program: str,
+    tests: str,
+    stdin: str,
+    seconds: float,
+    memory_mb: int,
+    network: bool,
+    built_in: str,
+    output_bytes: int,
+) -> Outcome:
+    """As `run`; raises `BlockingIOError` where no process may be started at present."""
     word = secrets.token_bytes(32)
     ours, theirs = socket.socketpair()
     # The output is a file without a name: in its folder the program could put another in its place.
@@ -87,6 +123,8 @@ def run(
                 "namespaces, take a kernel with Landlock (5.13 and later), or set the option network: true of what "
                 "runs the program"
             )
+        if process.returncode == NO_PROCESS:
+            raise BlockingIOError
         said = b""
         with contextlib.suppress(OSError):  # nothing was said, or it was reset
             ours.setblocking(False)
@@ -102,10 +140,10 @@ def _folder() -> Iterator[str]:
     try:
         yield folder
     finally:
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired, SandboxError):
             for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
                 if os.path.lexists(folder):
-                    subprocess.run([*command, folder], stderr=subprocess.DEVNULL, timeout=REMOVE_S)
+                    _soon(partial(subprocess.run, [*command, folder], stderr=subprocess.DEVNULL, timeout=REMOVE_S))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
