@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.services.broker.config import FITS
-from penstock.services.rollout.config import PluginEngineConfig, TorchEngineConfig, VllmEngineConfig
+from penstock.services.rollout.config import PluginEngineConfig, TorchEngineConfig
 
 
 def check_evaluation(config: Any) -> None:
     """Raises `ValueError` where it cannot."""
-    engine, sampling, prompts = config.rollout.engine, config.rollout.sampling, config.prompts
+    engine, prompts = config.rollout.engine, config.prompts
     for learner in ("trainer", "critic"):
         saving = getattr(config, learner).checkpoint
         if saving.keep_best and not prompts.watched:
@@ -40,16 +40,4 @@ def check_evaluation(config: Any) -> None:
             raise ValueError(
                 f"{key}.max_new_tokens={how.max_new_tokens} leaves no room for a prompt in rollout.engine.max_length="
                 f"{longest}"
-            )
-        if not isinstance(engine, VllmEngineConfig) or not config.gateway.count:
-            continue  # only of agents' turns nobody knows that they are an evaluation's
-        raw = sampling.temperature in (0, 1) and not sampling.candidates
-        if raw and how.temperature not in (0, 1):
-            raise ValueError(
-                f"{key}.temperature={how.temperature:g}: vLLM is started for rollout.sampling.temperature="
-                f"{sampling.temperature:g}, and then answers at 0 and 1 alone; set one of these"
-            )
-        if not raw and not sampling.candidates and (how.top_p < 1 or how.top_k or how.min_p):
-            raise ValueError(
-                f"{key}: with rollout.sampling.temperature={sampling.temperature:g} vLLM takes no top_p, top_k or min_p"
             )

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.preflight.report import Report
-from penstock.services.broker.config import EvalSampling
-from penstock.services.rollout.config import HTTP_ENGINES, PluginEngineConfig, SamplingConfig, VllmEngineConfig
+from penstock.services.rollout.config import HTTP_ENGINES, PluginEngineConfig, VllmEngineConfig
 from penstock.services.rollout.http_options import OF
 from penstock.services.runtime.errors import SetupError
 
@@ -53,17 +52,15 @@ def _of_server(config: Config, engine: PluginEngineConfig) -> Iterator[str]:
         )
     if engine.name != "openai":
         return
-    evaluated = {f"prompts.eval_sampling.{name}": how for name, how in config.prompts.eval_sampling.items()}
-    evaluated = evaluated if config.gateway.count else {}  # other evaluations' log-probabilities are read by nobody
-    every: dict[str, SamplingConfig | EvalSampling] = {"rollout.sampling": sampling, **evaluated}
-    for key, how in every.items():
-        if not engine.options.get("processed") and how.temperature not in (0, 1):
-            yield (
-                f"{key}.temperature={how.temperature:g}: the server reports log-probabilities before it; start it with "
-                "--logprobs-mode processed_logprobs, say, and set rollout.engine.options.processed=true"
-            )
-        if engine.options.get("processed") and (how.top_p < 1 or how.top_k or how.min_p):
-            yield (
-                f"{key}: a server that reports log-probabilities after temperature (rollout.engine.options.processed) "
-                "does so after top_p, top_k and min_p, too, which the trainer would not know of; leave them out"
-            )
+    processed = engine.options.get("processed")
+    if not processed and sampling.temperature not in (0, 1):
+        yield (
+            f"rollout.sampling.temperature={sampling.temperature:g}: the server reports log-probabilities before it; "
+            "start it with --logprobs-mode processed_logprobs, say, and set rollout.engine.options.processed=true"
+        )
+    if processed and (sampling.top_p < 1 or sampling.top_k or sampling.min_p):
+        yield (
+            "rollout.sampling: a server that reports log-probabilities after temperature "
+            "(rollout.engine.options.processed) does so after top_p, top_k and min_p, too, which the trainer would not "
+            "know of; leave them out"
+        )

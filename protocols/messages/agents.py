@@ -92,6 +92,8 @@ class Generate(Message):
     known: int = Field(0, ge=0)
     pictures: list[Bytes] = []
     sampled: Bytes | None = None
+    unread: bool = False
+    """Nobody computes with its log-probabilities: it is an evaluation's."""
 
 
 class Unwanted(Message):

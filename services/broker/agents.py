@@ -36,19 +36,21 @@ class _Wanted:
     known: int
     pictures: tuple[bytes, ...]
     sampled: bytes | None
+    unread: bool
 
     @classmethod
     def of(cls, asked: m.TurnRequest) -> _Wanted:
         sampled = None if asked.sampled is None else asked.sampled.tobytes()
         pictures = tuple(picture.tobytes() for picture in asked.pictures)
-        return cls(asked.prompt.tobytes(), asked.sampling, asked.stream, asked.known, pictures, sampled)
+        unread = asked.key.purpose == "eval"
+        return cls(asked.prompt.tobytes(), asked.sampling, asked.stream, asked.known, pictures, sampled, unread)
 
     def generate(self, id: int, seed: int) -> m.Generate:
         """For the rollout."""
         return m.Generate(
             id=id, seed=seed, prompt=as_bytes(self.prompt), sampling=self.sampling, stream=self.stream,
             known=self.known, pictures=[as_bytes(picture) for picture in self.pictures],
-            sampled=None if self.sampled is None else as_bytes(self.sampled),
+            sampled=None if self.sampled is None else as_bytes(self.sampled), unread=self.unread,
         )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ class TurnServer:
             self._engine.submit(
                 Request(
                     asked.id, asked.seed, tokens, asked.sampling, asked.stream, asked.known, stop_ids,
-                    pictures=pictures, sampled=sampled,
+                    pictures=pictures, sampled=sampled, unread=asked.unread,
                 )
             )  # fmt: skip
         except RequestError as error:

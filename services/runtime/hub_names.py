@@ -16,3 +16,8 @@ def named(path: str) -> tuple[str, str | None]:
     of its main branch."""
     name, at, revision = path.partition("@")
     return (name, revision) if at and revision and may_be_on_hub(path) else (path, None)
+
+
+def joined(path: str, revision: str | None) -> str:
+    """What `named` takes apart."""
+    return f"{path}@{revision}" if revision and may_be_on_hub(path) else path

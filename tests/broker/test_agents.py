@@ -17,9 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.protocols import messages as m
 from penstock.protocols import wire
-from penstock.protocols.experience import Group, Trajectory, as_bytes
+from penstock.protocols.experience import Group, Sampling, Trajectory, as_bytes
 from penstock.protocols.mailbox import RefusedError
-from penstock.services.broker.agents import AgentDesk
+from penstock.services.broker.agents import AgentDesk, _Wanted
 from penstock.services.broker.config import BrokerConfig
 from penstock.services.broker.membership import Member
 from penstock.services.broker.rules.leases import Leases
@@ -375,3 +375,13 @@ class Machine(RuleBasedStateMachine):
 
 TestLeases = Machine.TestCase
 TestLeases.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("purpose", ["train", "eval"])
+def test_a_rollout_is_told_which_turns_are_an_evaluations(purpose: Any) -> None:
+    """Nobody computes with their log-probabilities, so that they may be drawn at another temperature."""
+    request = m.TurnRequest(
+        key=m.TurnKey(purpose=purpose, number=0, place=0, turn=0), prompt=as_bytes(b"1234"),
+        sampling=Sampling(n=1, max_new_tokens=4), stream=1, note=as_bytes(b""),
+    )  # fmt: skip
+    assert _Wanted.of(request).generate(7, 0).unread == (purpose == "eval")

@@ -54,6 +54,7 @@ def test_what_it_can_do_is_none() -> None:
     assert not looked_at(ONE, "rollout.sampling.temperature=0.7", name="sglang").problems
     drawn = "prompts.eval_sampling={held_out: {temperature: 0.6, top_p: 0.95, n: 2}}"
     assert not looked_at(ONE, drawn).problems, "nobody computes with an evaluation's log-probabilities"
+    assert not looked_at(ONE, drawn, "gateway.count=1").problems, "nor with those of an agent's"
 
 
 def test_what_is_not_repeated_is_said() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.pipeline.models.tiny import make_tokenizer
-from penstock.services.runtime.hub_names import named
+from penstock.services.runtime.hub_names import joined, named
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
 PROGRAM = """
@@ -37,6 +37,8 @@ def test_each_name_has_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert named("Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", None)
     assert named("Qwen/Qwen3-0.6B@refs/pr/3") == ("Qwen/Qwen3-0.6B", "refs/pr/3")
     assert named("./model@home") == ("./model@home", None)
+    assert joined("Qwen/Qwen3-0.6B", "c1899de") == "Qwen/Qwen3-0.6B@c1899de"
+    assert joined("/cache/of/it", "c1899de") == "/cache/of/it" and joined("Qwen/Qwen3-0.6B", None) == "Qwen/Qwen3-0.6B"
     (tmp_path / "me@home").mkdir()
     monkeypatch.chdir(tmp_path)
     assert named("me@home") == ("me@home", None), "a folder that is here"

@@ -27,7 +27,7 @@ from penstock.services.modeling.lora import PREFIX
 from penstock.services.modeling.whole_weights import A, AdapterBase, is_alone
 from penstock.services.rollout.engines.base import refuse_partial
 from penstock.services.rollout.engines.vllm.plugin import ADAPTER
-from penstock.services.runtime import own_code
+from penstock.services.runtime import hub_names, own_code
 from penstock.services.weights.buffers import Mappings
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.layout import view_weights
@@ -65,7 +65,8 @@ class ShadowTransfer(WeightTransferEngine[ShadowInit, ShadowUpdate]):
         """Once its rollout has had it join."""
         self._awaited: set[str] = set()
         own_code.trust(self.model_config.trust_remote_code)
-        self._base = AdapterBase(self.model_config.model, str(self.model_config.dtype).removeprefix("torch."))
+        self._path = hub_names.joined(self.model_config.model, self.model_config.revision)
+        self._base = AdapterBase(self._path, str(self.model_config.dtype).removeprefix("torch."))
         # It warns of layers that have nothing to load, at every version; what is missing is found below.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
@@ -87,7 +88,7 @@ class ShadowTransfer(WeightTransferEngine[ShadowInit, ShadowUpdate]):
     def receive_weights(self, update_info: ShadowUpdate) -> None:
         """Loads all weights. A version is whole, so projections that vLLM fuses arrive together."""
         weights = self._base.whole(self._tensors(update_info), self.device)
-        refuse_partial(weights.keys(), self.model_config.model)
+        refuse_partial(weights.keys(), self._path)
         loaded = self.model.load_weights(as_in_files(self.model_config.hf_config.model_type, weights))
         if loaded is not None and (missing := self._awaited - loaded):
             raise ValueError(f"the version does not fill {', '.join(sorted(missing)[:3])} of vLLM's model")
