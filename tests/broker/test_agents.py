@@ -283,8 +283,9 @@ def test_of_several_suspected_turns_one_waits_for_a_busy_rollout_and_other_turns
     first, other, last = gateway.leases(3)
     asked(gateway, first, "a suspect")
     asked(gateway, other, "another")
-    for rollout in (gateways.rollout, gateways.stage.rollout(incarnation="2", credit=2)):
-        suspects = {rollout.next(m.Generate).id for _ in range(2)}
+    suspects = {gateways.rollout.next(m.Generate).id for _ in range(2)}
+    second = gateways.stage.rollout(incarnation="2", credit=2)
+    assert {second.next(m.Generate).id for _ in range(2)} == suspects
     busy = [gateways.stage.rollout(name, credit=1) for name in ("rollout-2", "rollout-1")]
     for place, rollout in enumerate(busy):
         asked(gateway, last, "one before", place=place)
