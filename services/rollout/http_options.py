@@ -30,8 +30,9 @@ class HttpOptions(Section):
     """For loading and scoring a version, and for a connection."""
     start_s: float = Field(600.0, gt=0)
     """A server that does not answer, or says that it is not ready, is waited for so long."""
-    drain_s: float = Field(600.0, gt=0)
-    """For one answer, and for everything in flight to end before a version is loaded."""
+    drain_s: float = Field(1800.0, gt=0)
+    """For one answer, and for everything in flight to end before a version is loaded: longer than the longest answer
+    takes, e.g. of 32768 tokens at 40 a second 820."""
     head_dtype: Literal["float32"] | None = None
     """What it computes logits in, by its command line; None: in the model's dtype. The same as `model.head_dtype`."""
     key_env: str = ""

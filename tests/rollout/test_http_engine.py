@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +42,8 @@ class Server(ThreadingHTTPServer):
     """Seconds that loading takes."""
     broken = False
     """It cannot load."""
+    away = False
+    """It says that it is not there when it is looked at."""
     paths: list[str]
 
 
@@ -58,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self) -> None:
-        self.say(200, {"data": [{"id": "model"}]})
+        self.say(503 if self.server.away else 200, {"data": [{"id": "model"}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -101,12 +104,13 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def engine(server: Server, tmp_path: Path) -> Iterator[OpenAIEngine]:
+def engine(server: Server, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[OpenAIEngine]:
+    """That serves version 5; a test's parameter are options of its own."""
     model = a_model()
     model.save_pretrained(tmp_path / "model")
     url = f"http://127.0.0.1:{server.server_address[1]}"
     options = {"url": url, "folder": str(tmp_path / "versions"), "max_length": 32, "drain_s": 5, "deadline_s": 5}
-    made = OpenAIEngine(options, str(tmp_path / "model"), "float32", {0})
+    made = OpenAIEngine(options | getattr(request, "param", {}), str(tmp_path / "model"), "float32", {0})
     made.swap(made.prepare(dict(model.state_dict())), 5)
     yield made
     made.close()
@@ -286,12 +290,35 @@ def test_what_has_ended_is_heard_while_the_rest_is_waited_for(engine: OpenAIEngi
 
 
 def test_what_never_ends_is_named(engine: OpenAIEngine, server: Server) -> None:
-    engine.options = engine.options.model_copy(update={"drain_s": 0.2})
     server.slow_s = {3: 3.0}
     send(engine, 0, first=3)
     hear(engine, until=lambda: engine._flying == 1)
+    engine.options = engine.options.model_copy(update={"drain_s": 0.2})
     deadline = time.monotonic() + 5
     with pytest.raises(EngineError, match=r"longer than options\.drain_s"):
         while time.monotonic() < deadline:
             engine.drained()
             engine.step()
+
+
+@pytest.mark.parametrize("engine", [{"drain_s": 0.5}], indirect=True)
+def test_a_server_that_is_slow_was_not_started_again(engine: OpenAIEngine, server: Server) -> None:
+    server.slow_s, server.away = {3: 2.0}, True
+    send(engine, 0, first=3)
+    hear(engine, until=lambda: "/v1/completions" in server.paths)
+    server.slow_s = {}
+    assert hear(engine)[0].tokens.tolist() == [OURS] and server.loads == 2, "nobody was there: it may be another one"
+    server.slow_s, server.away = {3: 2.0}, False
+    send(engine, 1, first=3)
+    with pytest.raises(EngineError, match=r"an answer took longer than options\.drain_s=0\.5; raise rollout\.engine\."):
+        hear(engine)
+    assert server.loads == 2 and server.paths[-1] == "/v1/completions"
+
+
+def test_a_host_that_is_gone_is_noticed_while_an_answer_is_waited_for(engine: OpenAIEngine) -> None:
+    async def kept_alive() -> int:
+        async with engine._client.stream("GET", "/v1/models") as reply:
+            line = reply.extensions["network_stream"].get_extra_info("socket")
+            return line.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+    assert engine.call(kept_alive(), 5, "be looked at")

@@ -54,7 +54,9 @@ OUTAGES = 3
 WATCH_S, IDLE_S = 2.0, 5.0
 """A server of which nothing is wanted is looked at so often; and after so long without a word of it nobody would have
 seen that it went away and came back."""
-DRAIN_POLL_S = 0.01
+ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
+"""Nothing comes by a line while an answer is sampled: so a host that is gone, or was started again, is noticed."""
+DRAIN_POLL_S, LISTEN_S = 0.01, 1.0
 KEPT = 2
 """Versions that stay in the folder: the one that serves, and the next one."""
 BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -123,12 +125,19 @@ class HttpEngine(AsyncEngine):
         key = os.environ.get(options.key_env) if options.key_env else None
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         most = options.max_sequences + 1  # one for scores: what waits for a version takes all others when it is there
-        limits = httpx.Limits(max_connections=most, max_keepalive_connections=most)
-        self._client = httpx.AsyncClient(
-            base_url=self.url, headers=headers, timeout=options.deadline_s, limits=limits, trust_env=False
+        lines = httpx.AsyncHTTPTransport(
+            limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
+            trust_env=False,
+            socket_options=[
+                (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+                *((socket.IPPROTO_TCP, getattr(socket, k), v) for k, v in ALIVE.items() if hasattr(socket, k)),
+            ],
         )
-        self._patient = httpx.Timeout(options.deadline_s, read=options.drain_s)
-        """For answers, which take as long as they are."""
+        self._client = httpx.AsyncClient(
+            base_url=self.url, headers=headers, timeout=options.deadline_s, transport=lines, trust_env=False
+        )
+        self._patient = httpx.Timeout(options.deadline_s, read=None)
+        """For what takes as long as it is; whoever waits for it has a deadline."""
         self._gone: tuple[type[Exception], ...] = (httpx.TransportError, _Away)
         """After these it may be another one that answers, with the weights that it was started with."""
         self._passing: tuple[type[Exception], ...] = (*self._gone, _Busy)
@@ -232,9 +241,14 @@ class HttpEngine(AsyncEngine):
             self._loop.call_soon_threadsafe(self._door.clear)
         waited_s = time.monotonic() - self._draining_since
         if self._flying and waited_s > self.options.drain_s:
-            limit = f"options.drain_s={self.options.drain_s:g}"
-            raise EngineError(f"{type(self).__name__}: what is in flight took longer than {limit}")
+            raise EngineError(f"{type(self).__name__}: what is in flight {self._too_long()}")
         return not self._flying
+
+    def _too_long(self) -> str:
+        return (
+            f"took longer than options.drain_s={self.options.drain_s:g}; raise rollout.engine.options.drain_s, or lower "
+            "rollout.sampling.max_new_tokens"
+        )
 
     async def _drain(self) -> None:
         self._door.clear()
@@ -270,14 +284,14 @@ class HttpEngine(AsyncEngine):
         return Completion(request.number, sample, tokens, logprobs, np.full(len(tokens), version, np.int32), finish)
 
     async def _asked(self, request: Request, seed: int) -> Answer:
-        """`ask`, again where the server was busy or the line broke."""
+        """`_answer`, again where the server was busy or the line broke."""
         failing_since, attempt, outages = 0.0, 0, 0
         while True:
             loads, asked_at = -1, time.monotonic()
             try:
                 await self._believe()
                 loads = self._loads
-                return await self.ask(request, seed)
+                return await self._answer(request, seed)
             except self._passing as error:
                 now = time.monotonic()
                 if not outages or now - asked_at > PAUSE_S:  # it has been at work for a while
@@ -290,6 +304,21 @@ class HttpEngine(AsyncEngine):
                 await asyncio.sleep(min(2**attempt, PAUSE_S))
                 attempt += 1
 
+    async def _answer(self, request: Request, seed: int) -> Answer:
+        """`ask`. Raises `EngineError` where that takes too long of a server that is there: it is slow, and was not
+        started again."""
+        asked, left_s = asyncio.ensure_future(self.ask(request, seed)), self.options.drain_s
+        try:
+            while left_s > 0:  # of the time in which this process ran
+                listened_s = min(LISTEN_S, left_s)
+                if (await asyncio.wait([asked], timeout=listened_s))[0]:
+                    return asked.result()
+                left_s -= listened_s
+        finally:
+            asked.cancel()
+        await self.hello()
+        raise EngineError(f"an answer {self._too_long()}")
+
     async def _believe(self) -> None:
         """Until the server has our version for certain. What is in flight may go on meanwhile: to a server that never
         went away it is the same one."""
@@ -298,7 +327,12 @@ class HttpEngine(AsyncEngine):
         async with self._renewing:
             if self._doubted and self._serving:
                 log.warning("the server may have been started again: it reads the version once more", at=self.version)
-                await self.load(self._serving, self.version)
+                try:
+                    async with asyncio.timeout(self.options.deadline_s):
+                        await self.load(self._serving, self.version)
+                except TimeoutError:
+                    late = f"version {self.version} was not loaded within {self.options.deadline_s:g} s"
+                    raise _Away(f"{late} (options.deadline_s)") from None
                 self._loads, self._doubted = self._loads + 1, False
 
     async def post(self, path: str, body: dict[str, Any] | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from typing import Any
 
@@ -62,8 +63,9 @@ class OpenAIEngine(HttpEngine):
             for call in calls:
                 await self.post(call.path, _filled(call.body, names))
         except BaseException:  # what was sent may have stopped the server, which may be others' too
-            with suppress(Exception):
-                await self.post(last.path, _filled(last.body, names))
+            with suppress(Exception):  # also TimeoutError, while it still loads: it has been told
+                async with asyncio.timeout(self.options.deadline_s):
+                    await self.post(last.path, _filled(last.body, names))
             raise
         await self.post(last.path, _filled(last.body, names))
 
