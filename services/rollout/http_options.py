@@ -27,7 +27,8 @@ class HttpOptions(Section):
     max_length: int = Field(HTTP_LENGTH, ge=2)
     """Longest prompt and response together, in tokens."""
     deadline_s: float = Field(60.0, gt=0)
-    """For loading and scoring a version, and for a connection."""
+    """For scoring a version, for a connection, and for loading a version: there longer, where its bytes take longer at
+    200 MB/s."""
     start_s: float = Field(600.0, gt=0)
     """A server that does not answer, or says that it is not ready, is waited for so long."""
     drain_s: float = Field(1800.0, gt=0)

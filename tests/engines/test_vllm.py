@@ -20,8 +20,8 @@ from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.precision import LOGPROBS
 from penstock.services.modeling.whole_weights import A, B
 from penstock.services.rollout.config import SamplingConfig, VllmEngineConfig
+from penstock.services.rollout.engines import asynchronous
 from penstock.services.rollout.engines.base import Completion, EngineError, Refusal, RequestError
-from penstock.services.rollout.engines.vllm import engine
 from penstock.services.rollout.engines.vllm.arguments import engine_arguments
 from penstock.services.runtime.errors import LibraryError, SetupError
 from tests.engines.test_conformance import check
@@ -94,7 +94,7 @@ def test_a_dead_or_silent_engine_core_is_noticed_and_named(
     """Also while nothing is asked of it; and one that loads a version may take as long as its bytes do."""
     process, told = core(mortal), mortal.engine._config
     with monkeypatch.context() as slow:
-        slow.setattr(engine, "LOAD_BYTES_S", 1e5)
+        slow.setattr(asynchronous, "LOAD_BYTES_S", 1e5)
         slow.setattr(mortal.engine, "_config", told.model_copy(update={"deadline_s": 0.001}))
         mortal.publish(1)
         mortal.engine._deadline_s = told.deadline_s  # or its watch would not wait, either

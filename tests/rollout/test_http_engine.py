@@ -19,6 +19,7 @@ import torch
 
 from penstock.protocols.experience import Sampling
 from penstock.services.modeling.weight_files import WeightFiles, save_in_parts
+from penstock.services.rollout.engines import asynchronous
 from penstock.services.rollout.engines.base import Completion, EngineError, Request
 from penstock.services.rollout.engines.http import claim
 from penstock.services.rollout.engines.http import engine as module
@@ -240,6 +241,20 @@ def test_a_server_that_was_paused_goes_on_where_a_version_cannot_be_loaded(
     with pytest.raises(EngineError, match="could not load version 6 .*/collective_rpc answered 500"):
         engine.swap(engine.prepare(dict(a_model().state_dict())), 6)
     assert server.paths == ["/pause?mode=wait", "/collective_rpc", "/resume"]
+
+
+@pytest.mark.parametrize("engine", [{"deadline_s": 0.5}], indirect=True)
+def test_a_version_may_take_as_long_to_be_loaded_as_its_bytes_do(
+    engine: OpenAIEngine, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, server.load_s = dict(a_model().state_dict()), 1.0
+    with pytest.raises(EngineError, match=r"did not load version 6 \(options.deadline_s\) within 0.5 s"):
+        engine.swap(engine.prepare(weights), 6)
+    monkeypatch.setattr(asynchronous, "LOAD_BYTES_S", sum(weight.nbytes for weight in weights.values()) / 10)
+    engine.swap(engine.prepare(weights), 6)
+    engine._doubted = True
+    send(engine, 0)
+    assert hear(engine)[0].versions.tolist() == [6] and server.loads == 4, "it was told once more"
 
 
 def test_a_large_version_is_written_in_parts(tmp_path: Path) -> None:

@@ -31,6 +31,9 @@ WAIT_S = 0.01
 """How long `step` waits for something to finish."""
 POLL_S = 0.5
 CLOSE_S = 5.0
+LOAD_BYTES_S = 2e8
+"""A version may take as long to be loaded as its bytes do at this rate, where that is longer than the deadline: it may
+be read from a disk."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +42,11 @@ class _Open:
 
     left: int
     tasks: list[Future[None]] = field(default_factory=list)
+
+
+def load_within_s(nbytes: float, deadline_s: float) -> float:
+    """Seconds that a version of ``nbytes`` may take to be loaded."""
+    return max(deadline_s, nbytes / LOAD_BYTES_S)
 
 
 class AsyncEngine(ABC):

@@ -30,7 +30,7 @@ from penstock.services.modeling.files_beside import read_beside, write_beside
 from penstock.services.modeling.lengths import positions_of
 from penstock.services.modeling.load import folder_of, has_own_code, load_config
 from penstock.services.modeling.weight_files import save_in_parts
-from penstock.services.rollout.engines.asynchronous import AsyncEngine
+from penstock.services.rollout.engines.asynchronous import AsyncEngine, load_within_s
 from penstock.services.rollout.engines.base import (
     Completion,
     EngineError,
@@ -84,6 +84,7 @@ class Version:
     """A version that lies in a folder, in transformers' layout."""
 
     folder: Path
+    nbytes: int = 0
 
 
 class HttpEngine(AsyncEngine):
@@ -215,7 +216,7 @@ class HttpEngine(AsyncEngine):
             shutil.rmtree(folder, ignore_errors=True)
             raise
         self._written = [*self._written[1 - KEPT :], folder]
-        return Version(folder)
+        return Version(folder, sum(weight.nbytes for weight in weights.values()))
 
     def submit(self, request: Request) -> None:
         """See `base.Engine.submit`."""
@@ -228,7 +229,8 @@ class HttpEngine(AsyncEngine):
     def swap(self, prepared: Version, version: int) -> None:
         """See `base.Engine.swap`. Waits until nothing is in flight; what was not sent yet waits for the version."""
         self.call(self._drain(), self.options.drain_s, "answer what is in flight (options.drain_s)")
-        self.call(self.load(prepared, version), self.options.deadline_s, f"load version {version} (options.deadline_s)")
+        within_s = load_within_s(prepared.nbytes, self.options.deadline_s)
+        self.call(self.load(prepared, version), within_s, f"load version {version} (options.deadline_s)")
         self._serving, self._quiet_since, self._draining_since = prepared, time.monotonic(), None
         self._doubted = False
         self.serve(version)
@@ -245,10 +247,8 @@ class HttpEngine(AsyncEngine):
         return not self._flying
 
     def _too_long(self) -> str:
-        return (
-            f"took longer than options.drain_s={self.options.drain_s:g}; raise rollout.engine.options.drain_s, or lower "
-            "rollout.sampling.max_new_tokens"
-        )
+        remedy = "raise rollout.engine.options.drain_s, or lower rollout.sampling.max_new_tokens"
+        return f"took longer than options.drain_s={self.options.drain_s:g}; {remedy}"
 
     async def _drain(self) -> None:
         self._door.clear()
@@ -327,11 +327,12 @@ class HttpEngine(AsyncEngine):
         async with self._renewing:
             if self._doubted and self._serving:
                 log.warning("the server may have been started again: it reads the version once more", at=self.version)
+                within_s = load_within_s(self._serving.nbytes, self.options.deadline_s)
                 try:
-                    async with asyncio.timeout(self.options.deadline_s):
+                    async with asyncio.timeout(within_s):
                         await self.load(self._serving, self.version)
                 except TimeoutError:
-                    late = f"version {self.version} was not loaded within {self.options.deadline_s:g} s"
+                    late = f"version {self.version} was not loaded within {within_s:g} s"
                     raise _Away(f"{late} (options.deadline_s)") from None
                 self._loads, self._doubted = self._loads + 1, False
 

@@ -22,7 +22,7 @@ from penstock.services.modeling.lengths import positions_of
 from penstock.services.modeling.pictures import PictureReader
 from penstock.services.modeling.version_weights import weight_count
 from penstock.services.rollout.config import VllmEngineConfig
-from penstock.services.rollout.engines.asynchronous import CLOSE_S, AsyncEngine
+from penstock.services.rollout.engines.asynchronous import CLOSE_S, AsyncEngine, load_within_s
 from penstock.services.rollout.engines.base import (
     Completion,
     EngineError,
@@ -50,9 +50,6 @@ AHEAD = -1
 MOVES = 5
 """So many times as long as for anything else the weights may take to leave a device, or to come back."""
 DEADLINE = "rollout.engine.deadline_s"
-LOAD_BYTES_S = 2e8
-"""A version may take as long to be loaded as its bytes do at this rate, where that is longer than the deadline: workers
-that merge an adapter read the model from a disk."""
 SHUTDOWN_S = 1.0
 """Its engine core is given this long to end; there is nothing that it would lose."""
 
@@ -171,8 +168,7 @@ class VllmEngine(AsyncEngine):
 
     def swap(self, prepared: MappedVersion | ReceivedVersion, version: int) -> None:
         """See `base.Engine.swap`. Requests in flight are frozen, not lost, while the workers load."""
-        slowest_s = weight_count(self._model_path) * self._weight_bytes / LOAD_BYTES_S
-        within_s = max(self._config.deadline_s, slowest_s)
+        within_s = load_within_s(weight_count(self._model_path) * self._weight_bytes, self._config.deadline_s)
         what = f"load version {version} ({DEADLINE})"
         self._patiently(self._load_version(prepared, version), within_s, what)
         self.serve(version)
