@@ -15,7 +15,7 @@ from penstock.pipeline.preflight.report import Report
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, open_source
 from penstock.services.data.config import DataConfig, MixData, ReasoningGymData
-from penstock.services.rollout.config import VllmEngineConfig
+from penstock.services.rollout.config import PluginEngineConfig, VllmEngineConfig
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.hub_names import may_be_on_hub
 
@@ -200,28 +200,38 @@ def _find(path: str, key: str) -> None:
 
 
 def _check_vllm(path: str, config: Config, report: Report) -> None:
-    """Adds what vLLM would lack here for a model of words and pictures. Raises `SetupError` for one whose versions it
-    cannot load."""
+    """Adds what vLLM would lack here for a model of words and pictures. Raises `SetupError` for one whose versions
+    it, or its server, cannot load."""
     from penstock.services.modeling.experts import experts_of
     from penstock.services.modeling.families import UNFILLED
     from penstock.services.modeling.load import load_config, sees
 
     engine = config.rollout.engine
-    if not isinstance(engine, VllmEngineConfig):
+    served = isinstance(engine, PluginEngineConfig) and engine.name == "openai" and _loads_as_vllm(engine)
+    if not served and not isinstance(engine, VllmEngineConfig):
         return
     model = load_config(path)
-    if model.model_type in UNFILLED and experts_of(model.get_text_config()) and engine.adapter != "beside":
+    beside = isinstance(engine, VllmEngineConfig) and engine.adapter == "beside"
+    if model.model_type in UNFILLED and experts_of(model.get_text_config()) and not beside:
         raise SetupError(
-            f"rollout.engine.type: vLLM cannot be sent whole versions of {path} ({model.model_type}), whose experts it "
-            "reads by other names or ways; take rollout.engine.type=torch, or train an adapter that vLLM lays beside "
-            "the model (trainer.lora.publish=adapter, rollout.engine.adapter=beside)"
+            f"rollout.engine.{'name: the server of vLLM' if served else 'type: vLLM'} cannot be sent whole versions of "
+            f"{path} ({model.model_type}), whose experts it reads by other names or ways; take "
+            "rollout.engine.type=torch, or, with rollout.engine.type=vllm, train an adapter that it lays beside the "
+            "model (trainer.lora.publish=adapter, rollout.engine.adapter=beside)"
         )
+    if served:
+        return
     here = "rollout" not in config.run.elsewhere and find_spec("vllm") and not find_spec("torchvision")
     if here and sees(model):
         report.lacks_package(
             f"rollout.engine.type: vLLM wants torchvision for a model that sees, like {path}; install one that fits "
             "torch, or take rollout.engine.type=torch"
         )
+
+
+def _loads_as_vllm(engine: PluginEngineConfig) -> bool:
+    """Whether versions are loaded by the way that vLLM's server has."""
+    return "load" not in engine.options or "/collective_rpc" in str(engine.options["load"])
 
 
 def _check_routing(path: str, replayed: bool) -> None:

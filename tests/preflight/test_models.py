@@ -85,6 +85,13 @@ def test_a_mixture_that_vllm_cannot_be_filled_with_is_named(tmp_path: Path) -> N
     whole = Config.model_validate(told | {"rollout": {"engine": {"type": "vllm"}}})
     with pytest.raises(SetupError, match=r"vLLM cannot be sent whole versions of .* \(gpt_oss\)"):
         models._check_vllm(str(tmp_path), whole, Report())
+    served = {"type": "plugin", "name": "openai", "options": {"url": "http://a", "folder": "v"}}
+    with pytest.raises(
+        SetupError, match=r"engine\.name: the server of vLLM cannot .* take rollout\.engine\.type=torch"
+    ):
+        models._check_vllm(str(tmp_path), Config.model_validate(told | {"rollout": {"engine": served}}), Report())
+    served["options"]["load"] = [{"path": "/load", "body": {"from": "{folder}"}}]  # a server of another make
+    models._check_vllm(str(tmp_path), Config.model_validate(told | {"rollout": {"engine": served}}), Report())
     beside = {"rollout": {"engine": {"type": "vllm", "adapter": "beside"}}, "trainer": {"lora": {"publish": "adapter"}}}
     for other in (beside, {}):
         models._check_vllm(str(tmp_path), Config.model_validate(told | other), Report())
