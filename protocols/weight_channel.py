@@ -19,7 +19,8 @@ A receiver's states, as the sender sees it:
     ready      | a publish, or a seed where behind  | loading (epoch, version)
     loading    | Loaded                             | ready
     loading    | LoadFailed                         | ready, after a pause that grows
-    loading    | the deadline                       | stranger: voted out, invited again after a pause
+    loading    | the deadline                       | stranger: voted out, invited again after a pause;
+               |                                    | its Loaded still says how long it takes
     any        | the broker finds it dead           | gone
 
 An epoch is a membership: who takes part in a publish, and by which route. It has a new number whenever that changes or
@@ -57,6 +58,8 @@ class Peer:
     loading: tuple[int, int] | None = None
     """Epoch and version that were proposed to it and not answered yet."""
     since: float = 0.0
+    late: dict[tuple[int, int], float] = field(default_factory=dict)
+    """What it was voted out of, by epoch and version, and may be loading still: since when."""
     slowest_s: float | None = None
     """The longest that it has taken to load a version; None: not known, or no measure any more."""
     failures: int = 0
@@ -188,10 +191,13 @@ class PublishState:
     def loaded(self, identity: str, epoch: int, version: int, digest: str, now: float) -> float | None:
         """The receiver serves it. Returns how long that took; None for old news."""
         peer = self.peers.get(identity)
-        if peer is None or peer.loading != (epoch, version):
+        if peer is None or (peer.loading != (epoch, version) and (epoch, version) not in peer.late):
             return None
-        took_s = now - peer.since
-        peer.serves, peer.loading, peer.failures = (version, digest), None, 0
+        took_s = now - (peer.since if peer.loading == (epoch, version) else peer.late[epoch, version])
+        peer.serves = version, digest
+        peer.late = {at: since for at, since in peer.late.items() if at[1] > version}
+        if peer.loading and peer.loading[1] == version:  # also where it was offered again meanwhile
+            peer.loading, peer.failures = None, 0
         peer.slowest_s = max(peer.slowest_s or 0.0, took_s)
         return took_s
 
@@ -218,6 +224,7 @@ class PublishState:
             patience_s = self._patience_s(peer.slowest_s)
             if peer.loading and now - peer.since > patience_s:
                 out.append(Late(peer.identity, *peer.loading, now - peer.since))
+                peer.late[peer.loading] = peer.since
                 peer.loading, peer.transport, self._broken = None, None, True
                 peer.failures += 1
                 peer.slowest_s = None  # it may be slower now than it was

@@ -39,7 +39,8 @@ class WeightsConfig(Section):
     and invited again."""
     least_mb_s: float = Field(50.0, gt=0)
     """What a version's bytes may take: as long as at so many MB/s until a rollout has loaded one, and from then on four
-    times as long as the slowest that it has loaded. Lower it where a large model goes to rollouts behind a slow
+    times as long as the slowest that it has loaded. A rollout that took longer than it may, say behind answers that its
+    server had to end, is given that time from then on. Lower it where a large model goes to rollouts behind a slow
     network, e.g. ``5``."""
     stall_s: float = Field(10.0, gt=0)
     """A bucket that has not moved for so many seconds breaks its epoch; what is missing then comes from the
@@ -87,4 +88,4 @@ class WeightsConfig(Section):
     def patience_s(self, nbytes: int, seen_s: float | None = None) -> float:
         """How long a version of ``nbytes`` may take to be loaded; ``seen_s``: the longest that one has taken lately."""
         transfer = nbytes / (self.least_mb_s * 1e6)
-        return self.deadline_s + (transfer if seen_s is None else min(transfer, PATIENCE * seen_s))
+        return self.deadline_s + (transfer if seen_s is None else max(seen_s, min(transfer, PATIENCE * seen_s)))

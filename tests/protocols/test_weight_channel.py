@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from penstock.protocols.digests import Gmac
 from penstock.protocols.versions import DigestError, Digests, digests_of, lay_out
 from penstock.protocols.weight_channel import BucketError, PublishState, VersionAssembly
+from penstock.services.weights.config import WeightsConfig
 
 GMAC = Gmac.of_run("test")
 
@@ -325,6 +327,26 @@ def test_a_rollout_has_the_deadline_that_its_own_loads_say() -> None:
     assert sender.reached("b", "gloo")
     sender.open(2, 1000.0)
     assert sender.late(1099.0) == [], "who was voted out may be slower than it was"
+
+
+def test_who_takes_longer_than_its_deadline_is_given_that_time_from_then_on() -> None:
+    sender = ready("a", partial(WeightsConfig().patience_s, 1_000_000_000))
+    epochs = [sender.open(0, 0.0).number]
+    sender.committed(0, "zero")
+    for now in (81.0, 181.0):
+        assert [late.epoch for late in sender.late(now)] == epochs[-1:]
+        assert sender.invitations(now + 10) == ["a"] and sender.reached("a", "gloo")
+        epochs += [epoch for _, epoch, _ in sender.seeds(now + 10)]
+    assert len(epochs) == 3 and sender.loaded("a", epochs[0], 0, "zero", 230.0) == 230.0
+    assert sender.loaded("a", epochs[2], 0, "zero", 231.0) is None, "it is the one that it was offered again"
+    assert not sender.seeds(232.0) and "a" in (second := sender.open(1, 300.0)).members
+    assert not sender.late(300.0 + 289.0) and sender.late(300.0 + 291.0)
+    for version in (2, 3):  # are published while it ends what it has
+        sender.committed(version, str(version))
+        now = 500.0 + 100 * version
+        assert sender.invitations(now) == ["a"] and sender.reached("a", "gloo") and sender.seeds(now)
+        assert sender.late(now + 81)
+    assert sender.loaded("a", second.number, 1, "one", 1000.0) == 700.0
 
 
 @pytest.mark.parametrize("way", ["fails", "is late"])
