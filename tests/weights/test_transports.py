@@ -29,6 +29,7 @@ from penstock.services.weights.parts import packed, runs_of
 from penstock.services.weights.queues import mark_current
 from penstock.services.weights.receiver.canary import CanaryError, check_canary
 from penstock.services.weights.receiver.loader import MappedVersion
+from penstock.services.weights.receiver.receiver import Prepared
 from penstock.services.weights.sender import broadcast
 from penstock.services.weights.sender import publisher as publisher_module
 from penstock.services.weights.sender.publication import Publication
@@ -129,6 +130,33 @@ def test_a_version_that_changes_nothing_is_a_version_all_the_same(channel: Chann
     for version in (0, 1):
         channel.publish(version)
         assert same(rollout.wait(version), 0)
+
+
+def test_what_is_offered_again_while_the_engine_ends_what_it_has_is_loaded_once() -> None:
+    channel, held = Channel(weights(0), deadline_s=0.5), list[Prepared]()
+    try:
+        rollout = channel.join()
+        answers, say = list[m.Loaded](), rollout.box.ask_later
+
+        def heard(message: Any, deadline_s: float) -> Any:
+            answers.extend([message] if isinstance(message, m.Loaded) else [])
+            return say(message, deadline_s)
+
+        rollout.box.ask_later = heard  # type: ignore[method-assign]
+        rollout.receiver._deliver = held.append
+        channel.publish(0)
+        until(lambda: held and channel.peer(rollout).late and channel.peer(rollout).loading, 10, "it to be seeded")
+        rollout.receiver._deliver = lambda ready: (held.append(ready), rollout.box.post(ready))  # type: ignore[func-returns-value]
+        rollout.box.post(held[0])
+        until(lambda: len(answers) == 2, 10, "the answer to the second offer")
+        assert [ready.loaded.version for ready in held] == [0] and answers[0].epoch < answers[1].epoch
+        channel.settled()
+        assert channel.peer(rollout).slowest_s > 0.5, "it is known how long it takes"
+        become(channel, 1)
+        channel.publish(1)
+        assert same(rollout.wait(1), 1)
+    finally:
+        channel.close()
 
 
 def test_a_receiver_that_never_answers_does_not_hold_up_the_others(channel: Channel) -> None:

@@ -35,6 +35,7 @@ from penstock.services.weights.byte_views import as_memory, copy_bytes
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.parts import runs_of
 from penstock.services.weights.receiver.canary import check_canary
+from penstock.services.weights.receiver.costs import Costs
 from penstock.services.weights.receiver.loader import WeightLoader
 from penstock.services.weights.receiver.staging import DeviceRing, Scraps, Staging, StagingBuffer
 from penstock.services.weights.transports import cuda_ipc, shared_memory
@@ -62,16 +63,6 @@ class Prepared:
     """To be checked once it is swapped in, where the engine cannot score before."""
 
 
-@dataclass
-class _Costs:
-    receive_s: float = 0.0
-    verify_s: float = 0.0
-    prepare_s: float = 0.0
-    bytes_received: int = 0
-    again: int = 0
-    hash_s: float = 0.0
-
-
 class Receiver:
     """Takes one proposal at a time, always the newest. ``verify=False`` leaves out digests, to measure their cost.
     ``deliver`` is given what is ready to be swapped in; by default it goes to the actor's inbox. ``base``: what
@@ -91,6 +82,8 @@ class Receiver:
     ) -> None:
         self._engine, self._mailbox, self._config, self._keys, self._verify = engine, mailbox, config, keys, verify
         self._deliver, self._base, self._at_work = deliver or mailbox.post, base, at_work
+        self._serves_itself = deliver is None
+        """What was swapped in serves; else others have a word in it."""
         self._forgotten: deque[tuple[int, int]] = deque(maxlen=64)
         self._proposals: queue.SimpleQueue[Propose | None] = queue.SimpleQueue()
         self._commits: dict[tuple[int, int], CommitVersion] = {}
@@ -101,7 +94,8 @@ class Receiver:
         self._gmac: Gmac | None = None
         self._staging = Staging(engine.remote)
         self._serving: StagingBuffer | None = None
-        self._serving_digest = ""
+        self._served = -1, ""
+        """Its version and digest."""
         self._group: BroadcastGroup | None = None
         self._landing: queues.Queue | None = None
         """Where buckets that come to a GPU are hashed, and copied to the host."""
@@ -174,10 +168,10 @@ class Receiver:
         if layout is None or self._gmac is None or layout.digest != proposal.layout:
             raise DigestError(f"the version has layout {proposal.layout}, the invitation brought another")
         intake = VersionAssembly(proposal.epoch, proposal.version, layout, self._gmac, share=proposal.share)
-        shadow, transport = self._staging.open(proposal, layout, self._serving), proposal.route.type
-        costs = _Costs()
+        shadow = self._staging.open(proposal, layout, self._serving)
+        costs = Costs()
         if self._serving and self._serving.buffer is shadow.buffer:  # the other workers do not have that one any more
-            self._serving, self._serving_digest = None, ""
+            self._serving, self._served = None, (-1, "")
         try:
             _ = shadow.weights  # looked up now, while the first bucket is gathered: after the commit everybody waits
             started = time.monotonic()
@@ -185,28 +179,22 @@ class Receiver:
             failpoint.reach("receiver-received", proposal.version)
             commit = self._await_commit(proposal)
             costs.receive_s = time.monotonic() - started - costs.hash_s
+            offered = commit.version, commit.digests.whole
+            if self._serves_itself and offered == self._served:  # while the engine ended what it had in flight
+                shadow.release()
+                again = costs.loaded(proposal, commit, 0.0)
+                self._mailbox.ask_later(again, self._config.deadline_s)
+                return
             shadow = self._settle(proposal, commit, intake, shadow, costs)
             failpoint.reach("receiver-verified", proposal.version)
             with self._at_work():
                 prepared, canary = self._prepare(commit, shadow, costs)
-            loaded = Loaded(
-                epoch=proposal.epoch,
-                version=proposal.version,
-                digest=commit.digests.whole,
-                transport=transport,
-                bytes_received=costs.bytes_received,
-                buckets_again=costs.again,
-                receive_s=costs.receive_s,
-                verify_s=costs.verify_s + costs.hash_s,
-                prepare_s=costs.prepare_s,
-                canary=canary,
-            )
             later = commit.canary if self._engine.remote else None
-            self._swap(Prepared(prepared, loaded, threading.Event(), later))
+            self._swap(Prepared(prepared, costs.loaded(proposal, commit, canary), threading.Event(), later))
         except BaseException:
             shadow.release()
             raise
-        before, self._serving, self._serving_digest = self._serving, shadow, commit.digests.whole
+        before, self._serving, self._served = self._serving, shadow, offered
         if before:
             before.release()
 
@@ -220,7 +208,7 @@ class Receiver:
             if at in self._forgotten:
                 raise DigestError("another worker of the engine could not load it, or it was offered again")
 
-    def _receive(self, proposal: Propose, intake: VersionAssembly, shadow: StagingBuffer, costs: _Costs) -> None:
+    def _receive(self, proposal: Propose, intake: VersionAssembly, shadow: StagingBuffer, costs: Costs) -> None:
         """Takes what comes by itself. What does not arrive is asked for once the version is committed."""
         memory, spans = as_memory(shadow.tensor), shadow.layout.spans
 
@@ -271,7 +259,7 @@ class Receiver:
         shadow: StagingBuffer,
         intake: VersionAssembly,
         arrived: Callable[..., None],
-        costs: _Costs,
+        costs: Costs,
     ) -> None:
 
         def landed(index: int, land: Callable[[int], str | None] = lambda _: None) -> None:
@@ -282,7 +270,7 @@ class Receiver:
         if identity not in route.ranks:
             raise DigestError(f"{identity} has no rank in epoch {proposal.epoch}")
         if route.sparse_from:
-            if self._serving is None or route.sparse_from != self._serving_digest:
+            if self._serving is None or route.sparse_from != self._served[1]:
                 raise DigestError("changes are sent to a version that is not served here")
             for index in intake.wanted:
                 copy_bytes(self._serving.bucket(index), shadow.bucket(index))
@@ -334,7 +322,7 @@ class Receiver:
             return self._commits[at]
 
     def _settle(
-        self, proposal: Propose, commit: CommitVersion, intake: VersionAssembly, shadow: StagingBuffer, costs: _Costs
+        self, proposal: Propose, commit: CommitVersion, intake: VersionAssembly, shadow: StagingBuffer, costs: Costs
     ) -> StagingBuffer:
         """Compares with the manifest, and asks again for what is missing or wrong. Returns a shadow that is right."""
         started = time.monotonic()
@@ -353,7 +341,7 @@ class Receiver:
         return shadow
 
     def _fetch(
-        self, proposal: Propose, commit: CommitVersion, intake: VersionAssembly, shadow: StagingBuffer, costs: _Costs
+        self, proposal: Propose, commit: CommitVersion, intake: VersionAssembly, shadow: StagingBuffer, costs: Costs
     ) -> StagingBuffer:
         if isinstance(shadow.buffer, MappedBuffer):  # a segment is not ours to mend
             mended = self._staging.spare(shadow.layout, self._serving)
@@ -376,7 +364,7 @@ class Receiver:
             start, end = intake.layout.spans[bucket.index]
             into[start:end] = data
 
-        base = (self._serving_digest, self._serving.tensor) if self._serving else None
+        base = (self._served[1], self._serving.tensor) if self._serving else None
         for _ in range(TRIES):
             if not intake.missing or self._newest != (proposal.epoch, proposal.version):
                 break
@@ -386,7 +374,7 @@ class Receiver:
             )  # fmt: skip
         return shadow
 
-    def _prepare(self, commit: CommitVersion, shadow: StagingBuffer, costs: _Costs) -> tuple[Any, float]:
+    def _prepare(self, commit: CommitVersion, shadow: StagingBuffer, costs: Costs) -> tuple[Any, float]:
         started = time.monotonic()
         weights: Mapping[str, Any] = shadow.weights
         if self._base and is_alone(weights):
