@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import deque
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -16,7 +17,8 @@ ANEW_S = 1.0
 LINGER_MS = 2000
 """For what was said last."""
 LOST_MS = 60_000
-"""What a peer's machine has not acknowledged for so long is not on its way any more: the line is dead."""
+"""What a peer's machine has not acknowledged for so long, or has no room for since its process was stopped, is not on
+its way any more: the line is dead, and another is made."""
 _ENDED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _ADDRESS = re.compile(r"tcp://[^\s/]+:(\d{1,5})")
 
@@ -51,7 +53,9 @@ class Connection:
         self._address, self._identity, self._keys = address, identity, keys
         self._ended = self._broken = False
         """The socket's line is; and one was, since `look` has told of it."""
-        self._connect()
+        self._arrived: deque[list[zmq.Frame]] = deque()
+        """By sockets that are closed."""
+        self._socket, self._monitor = self._connected()
 
     def send(self, frames: list[bytes | memoryview]) -> None:
         """Never waits."""
@@ -62,10 +66,7 @@ class Connection:
 
     def receive(self) -> list[zmq.Frame] | None:
         """The frames of one message; None where none has come."""
-        try:
-            return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return None
+        return self._arrived.popleft() if self._arrived else self._next()
 
     def look(self) -> bool:
         """To be called whenever the poller has come back. A line that was ended gets a socket of its own: ZeroMQ
@@ -77,8 +78,11 @@ class Connection:
             self._ended = event != zmq.EVENT_HANDSHAKE_SUCCEEDED
             again, self._broken = self._broken and not self._ended, self._ended
         if self._ended and time.monotonic() - self._made_at > ANEW_S:
+            while (message := self._next()) is not None:  # what came before it ended counts
+                self._arrived.append(message)
+            anew = self._connected()
             self.close()
-            self._connect()
+            self._socket, self._monitor = anew
             self._broken, self._ended = True, False
         return again
 
@@ -90,7 +94,14 @@ class Connection:
         self._monitor.close(0)
         self._socket.close(linger_ms)
 
-    def _connect(self) -> None:
+    def _next(self) -> list[zmq.Frame] | None:
+        try:
+            return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+
+    def _connected(self) -> tuple[zmq.Socket, zmq.Socket]:
+        """The socket, and its monitor."""
         sock = self._context.socket(zmq.DEALER)
         sock.setsockopt(zmq.IDENTITY, self._identity.encode())
         set_up(sock, self._address)
@@ -108,6 +119,7 @@ class Connection:
             monitor.close(0)
             sock.close()
             raise
-        self._socket, self._monitor, self._made_at = sock, monitor, time.monotonic()
+        self._made_at = time.monotonic()
         self._poller.register(sock, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
+        return sock, monitor

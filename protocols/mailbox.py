@@ -58,6 +58,8 @@ BESIDE = "~beats"
 """Heartbeats, and their answers, have a connection of their own, by this name: on the other they would wait behind what
 is large, and whoever is heard of no more counts as dead."""
 
+LASTING_S = 5.0
+"""A line that broke sooner may have broken of what it was given: less and less soon it is given that again."""
 REHELLO_S, MOST_REHELLO_S = 0.5, 30.0
 """Between two hellos to a broker that does not know this actor; longer, up to the second, while one may be on its way
 behind what is large."""
@@ -239,6 +241,7 @@ class Mailbox:
         poller.register(self._wake_read.fileno(), zmq.POLLIN)
         waiting: dict[int, _Request] = {}
         beat_at = time.monotonic() + self.beat_s
+        since, pause, greet_at = 0.0, 0.0, None
         try:
             line = Connection(context, poller, self.address, self.identity, self._keys)
             while True:
@@ -247,7 +250,11 @@ class Mailbox:
                 if beats:
                     beats.look()
                 if line.look():
-                    self._hello_next = 0.0
+                    now = time.monotonic()
+                    pause = min(MOST_REHELLO_S, max(REHELLO_S, 2 * pause)) if now - since < LASTING_S else 0.0
+                    since, greet_at = now, now + pause
+                if greet_at is not None and time.monotonic() >= greet_at:
+                    greet_at, self._hello_next = None, 0.0
                     self._greet(line, waiting)
                 if self._wake_read.fileno() in ready:
                     self._wake_read.recv(4096)

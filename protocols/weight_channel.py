@@ -117,7 +117,10 @@ class PublishState:
         for identity in self.peers.keys() - serves.keys():
             del self.peers[identity]
         for identity, served in serves.items():
-            self.peers.setdefault(identity, Peer(identity)).serves = served
+            peer = self.peers.setdefault(identity, Peer(identity))
+            peer.serves = served
+            if peer.loading and peer.loading[1] == served[0] and served == self.latest:
+                peer.loading, peer.failures = None, 0  # its word of it was lost with a line
 
     def invitations(self, now: float) -> list[str]:
         """Strangers to invite now."""

@@ -58,7 +58,7 @@ def look(config: Config, report: Report) -> None:
             try:
                 _look_at_warm_start(config, [answer_of(prompt) for prompt in rows], report)
             except ValueError as error:
-                report.problems.append(str(error))
+                report.problems += [said for said in [str(error)] if said not in report.problems]
         sizes = [len(prompt.as_text()) for prompt in rows]  # its tokens are characters
         check_length(config, sizes, report, model.max_length)
 
@@ -130,7 +130,10 @@ def _look_at(
             )
         model = config.model
         if key == "prompts.train" and isinstance(model, TinyModel) and config.rollout.all_environments:
-            report.characters = characters_of(prompts, model.warm_start.steps > 0, config.rollout.given.answers > 0)
+            try:
+                report.characters = characters_of(prompts, model.warm_start.steps > 0, config.rollout.given.answers > 0)
+            except ValueError as error:  # there is no answer to teach
+                report.problems.append(str(error))
         if counts_to is not None:
             for prompt in [*usable, *_of_rare_sources(prompts)]:
                 report.rows.setdefault(prompt.source or counts_to, prompt)

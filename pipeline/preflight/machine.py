@@ -13,12 +13,14 @@ from typing import Any
 import redis
 
 from penstock.pipeline.config import Config, ConfigError, hide_password
+from penstock.pipeline.config.passwords import HIDDEN
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources.host import PROCESS_GIB, host_needs
 from penstock.pipeline.resources.store_size import store_gib
 from penstock.pipeline.resources.trainer_memory import GIB
 from penstock.pipeline.run.folder import keys_folder
 from penstock.pipeline.run.redis_server import find_server
+from penstock.pipeline.run.resume import STORE
 from penstock.protocols.keys import is_loopback
 from penstock.protocols.wire import MAX_FRAME_BYTES
 from penstock.services.broker import traces
@@ -106,6 +108,8 @@ def _look_at_store(config: Config, report: Report) -> None:
     try:
         if url is None:
             find_server()
+        elif HIDDEN in url:
+            report.here.append(f"store.url: {url} was not asked: its password is not here ({STORE} may have it there)")
         else:
             store = redis.Redis.from_url(url, socket_timeout=STORE_S, socket_connect_timeout=STORE_S)
             _look_into(store, config.show_pictures, report)

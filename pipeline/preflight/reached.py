@@ -40,6 +40,7 @@ def _asking(config: Config) -> Iterator[tuple[str, str, BaseModel]]:
     """What may ask a program from elsewhere: who does, its key, and its section."""
     for kind in config.run.elsewhere:
         if kind == "rollout":
+            yield kind, "rollout.engine", config.rollout.engine
             yield from ((kind, key_of(source), each) for source, each in config.rollout.all_environments.items())
         elif kind == "reward":
             yield from ((kind, f"reward.functions.{i}", each) for i, each in enumerate(config.reward.functions))

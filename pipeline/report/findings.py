@@ -19,7 +19,7 @@ SOLVED = 0.9
 """Where so many of a step's groups have right answers alone, little is left to learn."""
 
 
-def findings(config: Config, state: dict[str, Any], steps: Rows, drops: Rows) -> list[str]:
+def findings(config: Config | None, state: dict[str, Any], steps: Rows, drops: Rows) -> list[str]:
     """A sentence each, the gravest first: ``state`` is `protocols.messages.Status`, ``steps`` the rows of the steps,
     ``drops`` those of the dropped groups."""
     trackers = [
@@ -67,7 +67,7 @@ def _without_variance(state: dict[str, Any], steps: Rows) -> Iterator[str]:
     trained, flat = state["totals"]["trained"], state["totals"]["groups_without_variance"]
     solved = min(flat, round(sum(map(_solved, steps))))
     most = sum(row.get("solved_all", 0) >= SOLVED for row in steps) > len(steps) / 2
-    given, stuck = any(row.get("given_tokens") for row in steps), flat - solved > trained / 2
+    given, stuck = any(row.get("given_tokens") for row in steps), flat - solved > (trained - solved) / 2
     if not trained or flat <= trained / 2 or not (stuck or most):
         return
     words = f"{flat} of {trained} trained groups had answers of equal reward, from which nothing is learned"
@@ -121,11 +121,12 @@ def _prompts(state: dict[str, Any], drops: Rows) -> Iterator[str]:
         )
 
 
-def _answers(config: Config, steps: Rows) -> Iterator[str]:
+def _answers(config: Config | None, steps: Rows) -> Iterator[str]:
     last = [row["finished_share"] for row in steps[-LAST:] if "finished_share" in row]
     if last and sum(last) / len(last) < 0.5:
         share = 100 * (1 - sum(last) / len(last))
-        yield f"{share:.0f} % of the last steps' answers were cut off {_where(config, steps)}"
+        where = f" {_where(config, steps)}" if config else ""
+        yield f"{share:.0f} % of the last steps' answers were cut off{where}"
     yield from far_apart(steps, OFTEN * max(1, len(steps)), f"{len(steps)} steps")
 
 

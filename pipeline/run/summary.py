@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.pipeline.config import ConfigError, load
+from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.report.findings import findings
 from penstock.protocols.messages import LedgerReply
 from penstock.services.runtime.lines import each_line, read_lines
@@ -80,6 +80,14 @@ def rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.{DIGITS}g}")
 
 
+def _config(folder: Path) -> Config | None:
+    """The run's; None where somebody has made it one that cannot be read, for the next start."""
+    try:
+        return load(folder / "config.yaml")
+    except ConfigError:
+        return None
+
+
 def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts: int, outcome: str) -> dict[str, Any]:
     """The summary of a run, from the broker's last state, the ledger and the run's files."""
     steps = steps_of(folder)
@@ -121,6 +129,6 @@ def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts
         "evaluations": state["evaluations_by_set"],
         "evaluation_parts": state.get("evaluation_parts", {}),
         "eval_losses": losses,
-        "look_at_this": findings(load(folder / "config.yaml"), state, steps, drops),
+        "look_at_this": findings(_config(folder), state, steps, drops),
     }
     return dict(finite(found))

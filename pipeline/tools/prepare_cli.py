@@ -33,10 +33,10 @@ def prepare(
     from penstock.pipeline.run.finish import told
 
     with told(folder, tell):
-        _prepare(file, overrides or [], folder, looked)
+        _prepare(file, overrides or [], folder, looked, tell)
 
 
-def _prepare(file: Path, overrides: list[str], folder: Path, looked: bool) -> None:
+def _prepare(file: Path, overrides: list[str], folder: Path, looked: bool, tell: bool) -> None:
     from penstock.pipeline.preflight.look import look
     from penstock.pipeline.preflight.steps import counted
     from penstock.pipeline.resources.host import to_scale, too_small
@@ -45,7 +45,7 @@ def _prepare(file: Path, overrides: list[str], folder: Path, looked: bool) -> No
     from penstock.services.runtime.install import in_container
 
     config = load(file, overrides)
-    if STORE in os.environ:  # of a cluster's secret
+    if tell or STORE in os.environ:  # which a cluster's secret has, or lacks
         config = with_password(config)
     config, line = counted(config, began_in(folder))
     if line:

@@ -12,6 +12,7 @@ import typer
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.config.passwords import hide_password
 from penstock.pipeline.run.lock import held, is_at_work
+from penstock.protocols.run_lock import holder
 from penstock.services.runtime.checkpoint_folders import MIXTURES, ROLLED_BACK, TAIL_STEPS, path_of, versions
 from penstock.services.runtime.files import write_whole
 from penstock.services.runtime.lines import each_line, line_of
@@ -58,7 +59,7 @@ def rollback(
             "and empty it (redis-cli -u URL FLUSHDB; with docker compose: docker compose down, docker volume rm of the "
             "volume redis), or give the run another one when it goes on; then say so here with --new-store"
         )
-    if is_at_work(run):
+    if is_at_work(run) or holder(run) is not None:
         raise ConfigError(f"RUN: the run in {run} is going on: stop it first")
     with held(run):
         aside = run / "set-aside" / f"{time.strftime('%Y%m%d-%H%M%S')}-back-to-{version}"

@@ -132,8 +132,8 @@ class Handlers:
                 # An incarnation that this broker has replaced without seeing it: what it held is free.
                 for holder in [h for h in holds.holders() if h.rpartition("#")[0] == hello.name and h != identity]:
                     holds.release(holder)
-                holds.release(identity, holding if hello.kind in ("rollout", "gateway") else frozenset())
-        if hello.kind == "trainer":
+                holds.release(identity, holding)
+        if hello.kind == "trainer" and not (older and older.identity == identity):  # else it is between two words
             self._on_trainer(hello)
         log.info("member joined", member=hello.name, kind=hello.kind, host=hello.host, pid=hello.pid)
         welcome = m.Welcome(run=state.settings.run, heartbeat_s=state.settings.broker.heartbeat_s)

@@ -86,10 +86,9 @@ def _lacks_agents(state: BrokerState) -> bool:
 def _lacks_rollout(state: BrokerState, version: int | None) -> str:
     """Why none that serves ``version`` or a later one takes it, in words."""
     rollouts = state.members.of_kind("rollout")
-    able = [rollout for rollout in rollouts if version is not None and rollout.version >= version]
+    able = [r for r in rollouts if version is not None and r.version >= version and state.serves_current(r)]
     if able and not any(rollout.room > 0 for rollout in able):
-        busy = ", ".join(f"{each.name} (given {each.given} of the {each.credit} that it has room for)" for each in able)
-        return f"waits for room at {busy}"
+        return f"waits for room at {', '.join(rollout.name for rollout in able)}"
     serves = {rollout.name: rollout.version for rollout in rollouts}
     return f"needs a rollout with version {version}; there are {serves}"
 

@@ -144,7 +144,7 @@ class ScorerActor:
                 raise event
             if isinstance(event, Work):
                 self._received += len(event.items)
-                self._waiting += event.items
+                self._waiting += [item for item in event.items if not self._waits(item)]
                 # An answer that became durable just before may have put the same group down.
                 self.actor.held.update((item.purpose, item.number) for item in event.items)
             elif isinstance(event, _Answered):
@@ -167,6 +167,11 @@ class ScorerActor:
         self._give_credit()
         return None
 
+    def _waits(self, item: WorkItem) -> bool:
+        """A broker that was started again has offered it again."""
+        wanted = item.purpose, item.number, item.wanted
+        return any((each.purpose, each.number, each.wanted) == wanted for each in self._waiting)
+
     def _patience(self) -> float | None:
         """For how long nothing may happen."""
         if self._left and (self._guest is None or self._guest.awake):
@@ -174,10 +179,9 @@ class ScorerActor:
         return LOOK_S if self._guest else None
 
     def _forget_credit(self) -> None:
-        """The broker has forgotten what it gave, offers it again, and counts anew."""
+        """The broker counts anew; one that has forgotten what it gave offers it again."""
         if self._hello == self.actor.hellos:
             return  # this is already of that hello, and what came since counts
-        self._waiting = []
         self._received, self._credited, self._hello = 0, -1, self.actor.hellos
         self._give_credit()
 

@@ -53,6 +53,12 @@ DROP = {"group": 3, "kind": "prompt", "reason": "row 7: the prompt is empty"}
         (state(), steps(grad_norm=0.0), [], "nothing was learned"),
         (state(totals={"groups_without_variance": 41}), steps(), [], "41 of 80 trained groups had answers of equal"),
         (
+            state(totals={"groups_without_variance": 76}),
+            steps(groups_without_variance=7.6, solved_all=0.5, solved_none=0.45),
+            [],
+            "too hard, or the reward does not tell answers apart; replay.filter=zero_variance",
+        ),
+        (
             state(totals={"groups_without_variance": 41}),
             steps(given_tokens=9.0),
             [],

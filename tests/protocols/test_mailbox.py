@@ -16,8 +16,8 @@ import msgpack
 import pytest
 import zmq
 
+from penstock.protocols import connection, wire
 from penstock.protocols import mailbox as mb
-from penstock.protocols import wire
 from penstock.protocols.experience import GroupSummary, as_bytes
 from penstock.protocols.keys import BrokerKeys, load_broker, load_client, make
 from penstock.protocols.mailbox import AddressError, DeadlineError, FencedError, Mailbox, RefusedError
@@ -36,6 +36,7 @@ from penstock.protocols.messages import (
     Waits,
     Welcome,
     from_envelope,
+    to_envelope,
 )
 from penstock.protocols.router_server import RouterServer
 from tests.protocols.breakable_line import BreakableLine
@@ -150,6 +151,35 @@ def test_by_a_line_that_broke_the_actor_is_introduced_anew_and_all_that_waits_is
     assert box.inbox.get(timeout=1) == HelloNeeded()
     box.close()
     line.close()
+
+
+def test_what_breaks_the_line_is_said_again_less_and_less_often(broker: Answering) -> None:
+    """Such as a frame that the broker does not take: at once, half a second later, then after a second and two."""
+    line = BreakableLine(broker.exchange.address, word=b"Take", again=True)
+    box = Mailbox(line.address, "tester#1")
+    box.hello = lambda: [Credit(total=7)]
+    with pytest.raises(DeadlineError):
+        box.ask(Take(step=2), 3)
+    assert 2 <= line.cuts <= 5
+    box.close()
+    line.close()
+
+
+def test_what_had_come_before_its_line_ended_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "ANEW_S", 0.0)
+    server, context, poller = RouterServer("tcp://127.0.0.1:0"), zmq.Context(), zmq.Poller()
+    line = connection.Connection(context, poller, server.address, "tester#1", None)
+    line.send(wire.encode(to_envelope(Take(step=1), id=1)))
+    until(lambda: server.receive(0.05), 5, "the question")
+    server.send_now("tester#1", Stop(reason="the run is over"))
+    time.sleep(0.1)
+    server.close()
+    time.sleep(0.1)  # neither was looked at yet
+    line.look()
+    parts = line.receive()
+    assert parts and from_envelope(wire.decode([part.buffer for part in parts])) == Stop(reason="the run is over")
+    line.close()
+    context.term()
 
 
 def test_being_fenced_ends_every_wait(broker: Answering, box: Mailbox) -> None:

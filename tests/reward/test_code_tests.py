@@ -336,6 +336,10 @@ def test_where_no_process_may_be_started_a_program_waits(tmp_path: Path, monkeyp
         code_tests(ADD, "assert add(1, 2) == 3")
 
 
+def test_a_program_may_open_its_own_stdout() -> None:
+    assert run("open('/dev/stdout', 'w').write('right')").output == "right"
+
+
 def test_where_memory_ends_the_program_is_the_first_to_go() -> None:
     """And not whoever runs it, which may be larger than each of its processes."""
     assert run("print(open('/proc/self/oom_score_adj').read())").output.strip() == "1000"

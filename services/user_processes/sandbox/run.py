@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from penstock.services.user_processes.sandbox.child import NO_NAMESPACE, NO_PROCESS
 
@@ -83,6 +83,12 @@ def _soon(start: Callable[[], T]) -> T:
         time.sleep(0.1)
 
 
+def _unnamed() -> IO[bytes]:
+    """A file for the output: in its own folder the program could put another in its place, and one of /tmp it could
+    not open as /dev/stdout."""
+    return os.fdopen(os.memfd_create("output"), "w+b") if sys.platform == "linux" else tempfile.TemporaryFile()
+
+
 def _run(
     program: str,
     tests: str,
@@ -96,8 +102,7 @@ def _run(
     """As `run`; raises `BlockingIOError` where no process may be started at present."""
     word = secrets.token_bytes(32)
     ours, theirs = socket.socketpair()
-    # The output is a file without a name: in its folder the program could put another in its place.
-    with _folder() as folder, tempfile.TemporaryFile() as output, ours:
+    with _folder() as folder, _unnamed() as output, ours:
         file = Path(folder, "program.py")
         for name, text in (("program.py", program), ("tests.py", tests), ("built_in.py", built_in)):
             file.with_name(name).write_text(text)
