@@ -320,7 +320,7 @@ MISTAKES = [
     m("a part of a truth that has none", "reward.functions.0.truth_key: 'a.b' is not in the truth of row 0; it is no m",
       "set prompts.train.truth_key=null for the whole row", overrides=["reward.functions.0.truth_key=a.b"]),
     m("no text to teach", "model.warm_start: the truth of prompt 0 is dict", "set model.warm_start.steps=0",
-      overrides=["prompts.train.truth_key=null", "rollout.environment=mine:Guess"]),
+      overrides=["prompts.train.truth_key=null", "rollout.environment={environment: 'mine:Guess'}"]),
     m("a source that gives dicts", "prompts.train", "mine:dicts gave a dict, not a penstock.Prompt; e.g. penstock.Pr",
       overrides=["prompts.train={type: custom, function: 'mine:dicts'}"]),
     m("a generator as a source", "prompts.train.function: mine:generator returned a generator; it must return a se",
