@@ -241,7 +241,7 @@ class Mailbox:
         poller.register(self._wake_read.fileno(), zmq.POLLIN)
         waiting: dict[int, _Request] = {}
         beat_at = time.monotonic() + self.beat_s
-        since, pause, greet_at = 0.0, 0.0, None
+        since, pause, unknown = 0.0, 0.0, False
         try:
             line = Connection(context, poller, self.address, self.identity, self._keys)
             while True:
@@ -252,9 +252,9 @@ class Mailbox:
                 if line.look():
                     now = time.monotonic()
                     pause = min(MOST_REHELLO_S, max(REHELLO_S, 2 * pause)) if now - since < LASTING_S else 0.0
-                    since, greet_at = now, now + pause
-                if greet_at is not None and time.monotonic() >= greet_at:
-                    greet_at, self._hello_next = None, 0.0
+                    since, self._hello_next, unknown = now, now + pause, True
+                if unknown and time.monotonic() >= self._hello_next:
+                    unknown = False
                     self._greet(line, waiting)
                 if self._wake_read.fileno() in ready:
                     self._wake_read.recv(4096)

@@ -58,7 +58,8 @@ def look(config: Config, report: Report) -> None:
             try:
                 _look_at_warm_start(config, [answer_of(prompt) for prompt in rows], report)
             except ValueError as error:
-                report.problems += [said for said in [str(error)] if said not in report.problems]
+                if str(error) not in report.problems:  # `_look_at` may have found the same
+                    report.problems.append(str(error))
         sizes = [len(prompt.as_text()) for prompt in rows]  # its tokens are characters
         check_length(config, sizes, report, model.max_length)
 

@@ -59,7 +59,7 @@ def rollback(
             "and empty it (redis-cli -u URL FLUSHDB; with docker compose: docker compose down, docker volume rm of the "
             "volume redis), or give the run another one when it goes on; then say so here with --new-store"
         )
-    if is_at_work(run) or holder(run) is not None:
+    if holder(run) is not None or is_at_work(run):
         raise ConfigError(f"RUN: the run in {run} is going on: stop it first")
     with held(run):
         aside = run / "set-aside" / f"{time.strftime('%Y%m%d-%H%M%S')}-back-to-{version}"

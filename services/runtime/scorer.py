@@ -138,13 +138,13 @@ class ScorerActor:
         while event is not None:
             if isinstance(event, Stop):
                 return event.reason
-            if isinstance(
-                event, Exception
-            ):  # fenced by the broker, a mailbox that failed, or what an answer `ends` with
+            # Fenced by the broker, a mailbox that failed, or what an answer `ends` with.
+            if isinstance(event, Exception):
                 raise event
             if isinstance(event, Work):
                 self._received += len(event.items)
-                self._waiting += [item for item in event.items if not self._waits(item)]
+                known = set(map(_asked_of, self._waiting))  # offered again, by a broker that was started again
+                self._waiting += [item for item in event.items if _asked_of(item) not in known]
                 # An answer that became durable just before may have put the same group down.
                 self.actor.held.update((item.purpose, item.number) for item in event.items)
             elif isinstance(event, _Answered):
@@ -166,11 +166,6 @@ class ScorerActor:
         self.actor.set_busy(bool(self._open))
         self._give_credit()
         return None
-
-    def _waits(self, item: WorkItem) -> bool:
-        """A broker that was started again has offered it again."""
-        wanted = item.purpose, item.number, item.wanted
-        return any((each.purpose, each.number, each.wanted) == wanted for each in self._waiting)
 
     def _patience(self) -> float | None:
         """For how long nothing may happen."""
@@ -258,6 +253,11 @@ class ScorerActor:
                 self._open.pop(key, None)
                 if all((item.purpose, item.number) != key for item in self._waiting):  # it has come again
                     self.actor.put_down(*key)
+
+
+def _asked_of(item: WorkItem) -> tuple[Key, tuple[str, ...]]:
+    """The group, and the columns that are wanted."""
+    return (item.purpose, item.number), tuple(item.wanted)
 
 
 def _decode(item: WorkItem) -> Group:
