@@ -17,6 +17,7 @@ from penstock.pipeline.config import extended, origin
 from penstock.pipeline.config.errors import explain
 from penstock.pipeline.config.passwords import hide_password
 from penstock.pipeline.config.schema import Config, PretrainedModel, TinyModel
+from penstock.services.learning.config import LearnerConfig
 from penstock.services.runtime import own_code
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.user_folders import find_file, find_folder, look_first_in, look_in
@@ -151,10 +152,11 @@ def _with_folders(config: Config) -> Config:
         path = None if isinstance(section, TinyModel) else section.path
         if path and (folder := find_folder(path)):
             config = config.model_copy(update={name: section.model_copy(update={"path": str(folder)})})
-    lora = config.trainer.lora
-    if lora and lora.start and (folder := find_folder(lora.start)):
-        lora = lora.model_copy(update={"start": str(folder)})
-        config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"lora": lora})})
+    for name in ("trainer", "critic"):
+        learner: LearnerConfig = getattr(config, name)
+        if (lora := learner.lora) and lora.start and (folder := find_folder(lora.start)):
+            lora = lora.model_copy(update={"start": str(folder)})
+            config = config.model_copy(update={name: learner.model_copy(update={"lora": lora})})
     return config
 
 

@@ -1,63 +1,69 @@
-"""The adapter that is trained, and the one that it begins as."""
+"""The adapters that are trained, and those that they begin as."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.pipeline.config import Config, PretrainedModel
 from penstock.pipeline.preflight.report import Report
+from penstock.services.learning.adapter_config import AdapterConfig
 from penstock.services.modeling.adapter_files import CONFIG, FILE, read_shape
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install
-from penstock.services.trainer.config import LoraConfig
+
+if TYPE_CHECKING:  # it imports torch
+    from penstock.services.modeling.load import Head
 
 
 def look(config: Config, report: Report) -> None:
     """Adds to ``report`` what is wrong."""
-    lora = config.trainer.lora
-    if lora is None:
-        return
+    path = config.model.path if isinstance(config.model, PretrainedModel) else ""
+    if config.trainer.lora:
+        _look("trainer.lora", config.trainer.lora, path, "language", config.model.dtype, report)
+    if config.critic.lora and config.with_critic:
+        _look("critic.lora", config.critic.lora, config.critic.path or path, "value", config.model.dtype, report)
+
+
+def _look(key: str, lora: AdapterConfig, path: str, head: Head, dtype: str, report: Report) -> None:
+    """At the adapter ``lora`` of the model at ``path``, which the config's ``key`` says."""
     if find_spec("peft") is None:
-        report.lacks_package(f"trainer.lora: peft is not installed; run: {install('lora')}")
+        report.lacks_package(f"{key}: peft is not installed; run: {install('lora')}")
     if lora.quantize and find_spec("bitsandbytes") is None:
-        report.lacks_package(f"trainer.lora.quantize: bitsandbytes is not installed; run: {install('qlora')}")
+        report.lacks_package(f"{key}.quantize: bitsandbytes is not installed; run: {install('qlora')}")
     if lora.start:
         with report.collect():
-            _fits(Path(lora.start), lora, config.model.dtype)
-    path = config.model.path if isinstance(config.model, PretrainedModel) else ""
+            _fits(Path(lora.start), lora, dtype, key)
     if find_spec("peft") and (lora.targets or lora.exclude) and (Path(path) / "config.json").is_file():
         with report.collect():
-            _finds(path, lora)
+            _finds(path, lora, head, key)
 
 
-def _finds(path: str, lora: LoraConfig) -> None:
+def _finds(path: str, lora: AdapterConfig, head: Head, key: str) -> None:
     """The layers that it names, in the model at ``path``. Raises `SetupError`."""
     from penstock.services.modeling.load import empty_model
     from penstock.services.modeling.lora import Adapter, inject
 
-    inject(empty_model(path), replace(Adapter.of(lora), folder=None), path)
+    inject(empty_model(path, head), replace(Adapter.of(lora, key=key), folder=None), path)
 
 
-def _fits(folder: Path, lora: LoraConfig, dtype: str) -> None:
+def _fits(folder: Path, lora: AdapterConfig, dtype: str, key: str = "trainer.lora") -> None:
     for name in (CONFIG, FILE):
         if not (folder / name).is_file():
-            raise SetupError(f"trainer.lora.start: {folder} has no {name}, so it is no adapter in peft's layout")
-    found = read_shape(folder, "trainer.lora.start")
+            raise SetupError(f"{key}.start: {folder} has no {name}, so it is no adapter in peft's layout")
+    found = read_shape(folder, f"{key}.start")
     if found.quantize and found.quantize != lora.quantize:  # one of peft's own says nothing of it
         raise SetupError(
-            f"trainer.lora.quantize: the adapter in {folder} was trained beside a model in 4 bits; set it to "
-            f"{found.quantize}"
+            f"{key}.quantize: the adapter in {folder} was trained beside a model in 4 bits; set it to {found.quantize}"
         )
     if found.quantize and found.dtype != dtype:
         raise SetupError(
             f"model.dtype={dtype}: the adapter in {folder} was trained beside matrices in 4 bits that were made of "
             f"{found.dtype}; set it to that"
         )
-    for key in ("rank", "alpha", "variant"):
-        value, mine = getattr(found, key), getattr(lora, key)
+    for name in ("rank", "alpha", "variant"):
+        value, mine = getattr(found, name), getattr(lora, name)
         if value not in (mine, None):
-            raise SetupError(
-                f"trainer.lora.{key}={mine}: the adapter in {folder} has {key} {value}; set trainer.lora.{key} to it"
-            )
+            raise SetupError(f"{key}.{name}={mine}: the adapter in {folder} has {name} {value}; set {key}.{name} to it")

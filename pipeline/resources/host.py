@@ -17,6 +17,7 @@ from penstock.pipeline.resources.trainer_memory import (
     version_bytes,
 )
 from penstock.protocols.versions import DTYPE_BYTES
+from penstock.services.critic.config import CriticConfig
 from penstock.services.learning.config import LearnerConfig
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
@@ -57,6 +58,8 @@ class HostNeeds:
     """The reference's model, as `version`; where its sizes are not known, as large as the policy."""
     critic: float
     """Copies of the critic's, as `staging`, and as large; 0: there is none."""
+    critic_offloaded: float
+    """As `offloaded`."""
     critic_activations: float
     """As `activations`."""
 
@@ -90,13 +93,11 @@ class HostNeeds:
     def beside(self, kind: str, config: Config) -> float:
         """Of one rollout, reference or critic on a machine, beside `PROCESS_GIB` of each of its processes there; 0 of
         other actors."""
-        state = 8 if config.critic.optimizer.type == "muon" else 12  # bytes a parameter, and 4 of its gradient
         mixed = (config.reference.mix < 1) * 4 / DTYPE_BYTES[config.model.dtype]  # in fp32, while it is made
         held = {
             "rollout": self.received + self.routing + self.asleep(config),
             "reference": self.reference * (1 + config.run.colocated + mixed),
-            "critic": (self.critic * (1 + (state + 4) / state * config.critic.offload) + self.critic_activations)
-            / config.critic.nodes,
+            "critic": (self.critic + self.critic_offloaded + self.critic_activations) / config.critic.nodes,
         }
         return held.get(kind, 0.0)
 
@@ -170,15 +171,23 @@ def host_needs(config: Config) -> HostNeeds | None:
         resting = codes + (0.0 if config.trainer.offload else copies * (state + towers) + frozen)
     others = [shape_of(config, path) or shape for path in (config.reference.path, config.critic.path)]
     reference, learned = _version(others[0]), others[1]
-    critic = state_bytes(config.critic.optimizer, learned.parameters, learned.ends) / GIB * config.with_critic
+    critic, of_critic = _critic(learned, config.critic) if config.with_critic else (0.0, 0.0)
     steps = config.trainer.steps or 0  # where nobody has counted them: none stay for ever
     checkpoints = config.trainer.checkpoint.kept(steps) * state + config.critic.checkpoint.kept(steps) * critic
     kept = _activations(shape, config.trainer)
-    of_critic = _activations(learned, config.critic) * config.with_critic
     return HostNeeds(
         version, shared, offloaded, kept, resting, copies * state, routing, checkpoints, reference,
-        config.critic.replicas * critic, of_critic,
+        config.critic.replicas * critic, of_critic, _activations(learned, config.critic) * config.with_critic,
     )  # fmt: skip
+
+
+def _critic(shape: Shape, critic: CriticConfig) -> tuple[float, float]:
+    """GiB of one of its checkpoints, and of all that it keeps on the host."""
+    lora = critic.lora
+    trained = shape.adapter(lora.rank, lora.targets, lora.exclude) if lora else shape.parameters
+    state = state_bytes(critic.optimizer, trained, 0 if lora else shape.ends)
+    frozen, _ = frozen_bytes(shape, critic)
+    return state / GIB, critic.offload * (critic.replicas * (state + 4 * trained) + frozen) / GIB
 
 
 def registered_share(shape: Shape, shards: int) -> float:

@@ -245,10 +245,11 @@ def _spared_by(kind: str, learner: LearnerConfig, shape: Shape | None) -> str:
         words.append(f"{kind}.gradient_checkpointing=true")
     if not learner.offload and learner.tensor_parallel == 1:
         words.append(f"{kind}.offload=true")
-    if isinstance(learner, TrainerConfig) and learner.lora is None:
-        words += ["an adapter (trainer.lora)"] * (learner.tensor_parallel == 1 and not learner.freeze)
-    elif isinstance(learner, TrainerConfig) and learner.lora and not learner.lora.quantize:
-        words.append("an adapter of a model in 4 bits (trainer.lora.quantize=nf4)")
+    if learner.lora is None:
+        frozen = isinstance(learner, TrainerConfig) and learner.freeze
+        words += [f"an adapter ({kind}.lora)"] * (learner.tensor_parallel == 1 and not frozen)
+    elif not learner.lora.quantize:
+        words.append(f"an adapter of a model in 4 bits ({kind}.lora.quantize=nf4)")
     return " or ".join(words)
 
 
@@ -329,7 +330,8 @@ def trainer_of(config: Config) -> TrainerConfig:
 def critic_of(config: Config) -> TrainerConfig:
     """A trainer that is cut and spares memory as the critic's ranks do."""
     critic = config.critic.pinned() if config.run.deterministic else config.critic
-    return TrainerConfig(**{name: getattr(critic, name) for name in LearnerConfig.model_fields})
+    given = {name: getattr(critic, name) for name in LearnerConfig.model_fields}
+    return TrainerConfig(**given | {"lora": critic.lora.model_dump() if critic.lora else None})
 
 
 def kv_tokens(

@@ -6,9 +6,10 @@ import math
 from dataclasses import replace
 from typing import Literal
 
+from penstock.services.learning.adapter_config import AdapterConfig
 from penstock.services.learning.config import GRADIENT_SHARE, LearnerConfig, OptimizerConfig
 from penstock.services.modeling.decoder_shape import Linear, Matrix, Shape
-from penstock.services.trainer.config import LoraConfig, TrainerConfig
+from penstock.services.trainer.config import TrainerConfig
 from penstock.services.weights.config import GPU_BUCKET_MB
 
 GIB = float(1 << 30)
@@ -134,7 +135,7 @@ def _kept_bytes(optimizer: OptimizerConfig, trained: float, ends: float) -> floa
     return state_bytes(optimizer, trained, ends) - 4 * trained
 
 
-def frozen_bytes(shape: Shape, trainer: TrainerConfig) -> tuple[float, float]:
+def frozen_bytes(shape: Shape, trainer: LearnerConfig) -> tuple[float, float]:
     """Of the model that an adapter is trained beside, of all ranks: what is cut over them, and what lies in 4 bits,
     whole on each; 0 where no adapter is."""
     if trainer.lora is None:
@@ -144,7 +145,7 @@ def frozen_bytes(shape: Shape, trainer: TrainerConfig) -> tuple[float, float]:
     return trainer.replicas * shape.learned_bytes * (shape.parameters - coded), FOUR_BIT_BYTES * held * coded
 
 
-def coded_matrices(shape: Shape, lora: LoraConfig | None) -> list[Matrix]:
+def coded_matrices(shape: Shape, lora: AdapterConfig | None) -> list[Matrix]:
     """Those of a layer's matrices that lie in 4 bits."""
     return shape.adapted(lora.targets, lora.exclude) if lora and lora.quantize else []
 

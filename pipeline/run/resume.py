@@ -21,10 +21,11 @@ FIXED = (
     "model", "prompts.train", "prompts.shuffle", "prompts.curriculum", "prompts.eval", "prompts.eval_given",
     "prompts.eval_size",
     "prompts.eval_sampling", "run.seed", "run.deterministic", "rollout.sampling.n", "rollout.sampling.temperature",
-    "trainer.lora", "trainer.freeze", "trainer.optimizer.type", "critic.optimizer.type", "critic.path", "reference.mix",
+    "trainer.lora", "trainer.freeze", "trainer.optimizer.type", "critic.optimizer.type", "critic.path", "critic.lora",
+    "reference.mix",
 )  # fmt: skip
 """What a resumed run must have as it began."""
-FOLDERS = ("model.path", "trainer.lora.start", "critic.path")
+FOLDERS = ("model.path", "trainer.lora.start", "critic.path", "critic.lora.start")
 """Among these, folders, which may have been moved: where one is gone, another may be given."""
 FILE = re.compile(r"prompts\.(train|eval|eval_given)(\..+)?\.files\.\d+")
 """And files of data."""

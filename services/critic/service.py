@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from penstock.services.learning.saving import Saving
 from penstock.services.learning.step_desk import ANSWER_DEADLINE_S, StepDesk
 from penstock.services.modeling import determinism
 from penstock.services.modeling.load import check_vocabulary, device_of, load_tokenizer
+from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import Shape, World, local_device
 from penstock.services.runtime import failpoint
@@ -146,7 +148,11 @@ def make(context: ActorContext, config: Any, kind: str) -> Critic | WorkerRank:
     gamma, lam = (_of_returns(config, name) for name in ("gamma", "lam"))
 
     def learner_of(weights: str) -> CriticLearner:
-        model = load_trainable(weights, world, device, config.model.dtype, "value", offload=critic.offload, key=key)
+        begun = Path(weights) if weights != path else None  # a checkpoint; with an adapter it has that alone
+        adapter = Adapter.of(critic.lora, begun, "critic.lora") if critic.lora else None
+        model = load_trainable(
+            path if adapter else weights, world, device, config.model.dtype, "value", adapter, critic.offload, key
+        )
         return CriticLearner(
             model, own, config.trainer.counted_steps, gamma, lam, config.trainer.algorithm.penalties, world
         )

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from penstock.services.learning.adapter_config import AdapterConfig
 from penstock.services.runtime.command_words import words_of
 from penstock.services.runtime.settings import Section
 
@@ -196,6 +197,10 @@ class LearnerConfig(Section):
     """Where it computes, e.g. ``cpu`` or ``cuda``; ``auto``: a GPU where there is one."""
     threads: int = Field(1, ge=1)
     """Compute threads of each process."""
+    lora: AdapterConfig | None = None
+    """Train an adapter, and beside it the head alone, e.g. ``{rank: 32}``: gradients, optimizer states and checkpoints
+    are of these two. Learning rates are about ten times those of whole models. null: train the model. Needs
+    `penstock[lora]`."""
 
     @property
     def updates(self) -> int:
@@ -223,6 +228,11 @@ class LearnerConfig(Section):
             raise ValueError(
                 f"{'offload' if self.offload else 'offload_activations'}: what ranks of tensor_parallel share must lie "
                 "where they compute; set one of the two to its default"
+            )
+        if self.lora and self.tensor_parallel > 1:
+            raise ValueError(
+                "tensor_parallel: an adapter's matrices are not cut so; set it to 1, and take more ranks or "
+                "sequence_parallel"
             )
         parts = self.replicas * self.sequence_parallel * self.tensor_parallel * self.pipeline_parallel
         if self.ranks % parts:

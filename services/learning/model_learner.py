@@ -53,6 +53,8 @@ class ModelLearner:
 
     SECTION = "trainer"
     """Its keys, in the config."""
+    PUBLISHES = True
+    """Others are sent its versions."""
 
     def __init__(
         self, model: Any, config: LearnerConfig, steps: int, world: World | None = None, frozen_steps: int = 0
@@ -80,7 +82,7 @@ class ModelLearner:
         self._frozen = [parameter for parameter in every.values() if not parameter.requires_grad]
         self._frozen += [buffer for module in coded for buffer in module.buffers()]
         """Which nothing changes."""
-        self.published: dict[str, torch.Tensor | Gathered] = self._published(every)
+        self.published: dict[str, torch.Tensor | Gathered] = self._published(every) if self.PUBLISHES else {}
         """What a version consists of."""
         self.optimizer = make_optimizer(model, self.parameters, config.optimizer, self.world)
         model.train()

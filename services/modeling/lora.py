@@ -10,7 +10,6 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +26,7 @@ from penstock.services.modeling.load import empty_model
 from penstock.services.modeling.parallel.fsdp import first_row, full, like
 from penstock.services.modeling.parallel.stages import Stage
 from penstock.services.modeling.towers import towers
+from penstock.services.modeling.values import value_heads
 from penstock.services.modeling.whole_weights import LENGTHS, A, B, merge
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.hub_names import named
@@ -56,13 +56,16 @@ class Adapter:
     """The matrices that it adds to lie in 4 bits."""
     exclude: tuple[str, ...] = ()
     """Which are left out of the targets, by the same kinds of names."""
+    key: str = "trainer.lora"
+    """The config's, for errors."""
 
     @classmethod
-    def of(cls, config: Any, folder: Path | None = None) -> Adapter:
-        """As `trainer.lora` is, beginning as the one in ``folder``; None: as it says itself."""
+    def of(cls, config: Any, folder: Path | None = None, key: str = "trainer.lora") -> Adapter:
+        """As the section ``config`` is, which ``key`` names, beginning as the one in ``folder``; None: as it says
+        itself."""
         begun = folder or (Path(config.start) if config.start else None)
         four_bits = config.quantize == "nf4"
-        return cls(config.rank, config.alpha, config.targets, config.variant, begun, four_bits, config.exclude)
+        return cls(config.rank, config.alpha, config.targets, config.variant, begun, four_bits, config.exclude, key)
 
 
 PASSED_BY = (".mamba.out_proj", ".mixer.out_proj")
@@ -70,35 +73,41 @@ PASSED_BY = (".mamba.out_proj", ".mixer.out_proj")
 
 
 def inject(model: Any, adapter: Adapter, base: str) -> None:
-    """Puts peft's layers into ``model``, in place, on its device; everything else of it is frozen. ``base`` is where it
-    came from, for who loads the adapter. Raises `SetupError`."""
+    """Puts peft's layers into ``model``, in place, on its device; everything else of it is frozen, but for a value
+    head, which learns whole. ``base`` is where it came from, for who loads the adapter. Raises `SetupError`."""
     from peft import LoraConfig, inject_adapter_in_model
 
     # One that goes on has what it was made for, whichever layers a new one would have.
-    begun = read_shape(adapter.folder, "trainer.lora").targets if adapter.folder else ()
+    begun, heads = read_shape(adapter.folder, adapter.key).targets if adapter.folder else (), list(value_heads(model))
     _check_called(model, adapter)
-    targets = _chosen(model, list(adapter.targets or begun) or _all_linear(model), adapter.exclude)
+    targets = _chosen(model, list(adapter.targets or begun) or _all_linear(model, adapter.key), adapter)
     name, revision = named(base)
     config = LoraConfig(
         r=adapter.rank, lora_alpha=adapter.alpha, target_modules=targets,
-        use_rslora=adapter.variant == "rslora", use_dora=adapter.variant == "dora", task_type="CAUSAL_LM",
+        use_rslora=adapter.variant == "rslora", use_dora=adapter.variant == "dora",
+        task_type="TOKEN_CLS" if heads else "CAUSAL_LM",
         exclude_modules="|".join(rf"{re.escape(name)}(\..*)?" for name in towers(model)) or None,
         base_model_name_or_path=str(Path(base).resolve()) if Path(base).is_dir() else name, revision=revision,
     )  # fmt: skip
     try:
         inject_adapter_in_model(config, model)
     except ValueError as error:  # one that cannot be adapted
-        raise SetupError(f"trainer.lora.targets: {' '.join(str(error).split())[:300]}") from error
+        raise SetupError(f"{adapter.key}.targets: {' '.join(str(error).split())[:300]}") from error
+    model.peft_config[NAME].modules_to_save = heads or None  # what peft calls such layers, in its files too
     for name, layer in model.named_modules():
-        if hasattr(layer, "lora_A") and name.endswith(PASSED_BY):
-            raise SetupError(f"trainer.lora.targets: {name}: its kernel is given its matrix alone; name others")
-        if hasattr(layer, "lora_A") and type(layer.base_layer) is not torch.nn.Linear:
-            kind = type(layer.base_layer).__name__
-            raise SetupError(f"trainer.lora.targets: {name} is a {kind}; only linear layers can be merged: name others")
+        if not hasattr(layer, "lora_A"):
+            continue
+        if name in heads:
+            raise SetupError(f"{adapter.key}.targets: {name}, the head, learns whole; name others")
+        if name.endswith(PASSED_BY):
+            raise SetupError(f"{adapter.key}.targets: {name}: its kernel is given its matrix alone; name others")
+        if type(layer.base_layer) is not torch.nn.Linear:
+            said = f"{name} is a {type(layer.base_layer).__name__}; only linear layers can be merged: name others"
+            raise SetupError(f"{adapter.key}.targets: {said}")
     if adapter.four_bits:
         in_four_bits(model, [f"{name}.base_layer" for name in _adapted_in_four_bits(model)])
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapters(name))
+        parameter.requires_grad_(learns(model, name))
         if parameter.requires_grad:  # peft makes them as the matrix is; they are trained, so they are whole
             parameter.data = parameter.data.float()
 
@@ -110,12 +119,14 @@ def _check_called(model: Any, adapter: Adapter) -> None:
         for each in wanted:
             if not any(is_called(name, [each]) for name in every):
                 known = sorted({name.rpartition(".")[2] for name, linear in every.items() if linear})
-                raise SetupError(f"trainer.lora.{key}: no layer is called {each}; linear ones are {', '.join(known)}")
+                said = f"no layer is called {each}; linear ones are {', '.join(known)}"
+                raise SetupError(f"{adapter.key}.{key}: {said}")
 
 
-def _chosen(model: Any, targets: list[str], exclude: Sequence[str]) -> list[str]:
+def _chosen(model: Any, targets: list[str], adapter: Adapter) -> list[str]:
     """``targets`` as peft takes them: as they are, or, where they are patterns or some are to be left out, the whole
     names of the layers that are meant. Raises `SetupError` where there are none."""
+    exclude, key = adapter.exclude, adapter.key
     if not exclude and not any(is_pattern(each) for each in targets):
         return targets
     every = {name: type(module) is torch.nn.Linear for name, module in model.named_modules() if name}
@@ -124,9 +135,9 @@ def _chosen(model: Any, targets: list[str], exclude: Sequence[str]) -> list[str]
     if left := [name for name in found if not is_called(name, exclude)]:
         return left
     raise SetupError(
-        "trainer.lora.exclude: nothing is left of the targets; name fewer"
+        f"{key}.exclude: nothing is left of the targets; name fewer"
         if found
-        else f"trainer.lora.targets: no linear layer is called {targets[0]}"
+        else f"{key}.targets: no linear layer is called {targets[0]}"
     )
 
 
@@ -146,20 +157,21 @@ def adapted_layers(adapter: Adapter, base: str) -> list[str]:
     return _adapted_in_four_bits(model)
 
 
-def _all_linear(model: Any) -> list[str]:
+def _all_linear(model: Any, key: str) -> list[str]:
     """Names of all that are linear layers, but the head; of a mixture those outside its feed-forward blocks, since peft
     would adapt experts as well, and nobody could merge them."""
-    head, beside = model.get_output_embeddings(), {id(m) for tower in towers(model).values() for m in tower.modules()}
+    heads = (model.get_output_embeddings(), *value_heads(model).values())
+    beside = {id(m) for tower in towers(model).values() for m in tower.modules()}
     linear = {True: set[str](), False: set[str]()}
     blocks = tuple(name.removesuffix("experts") for name, _ in model.named_modules() if name.endswith(".experts"))
     for name, module in model.named_modules():
         if id(module) not in beside and name:
-            plain = type(module) is torch.nn.Linear and module is not head and not name.endswith(PASSED_BY)
+            plain = type(module) is torch.nn.Linear and module not in heads and not name.endswith(PASSED_BY)
             linear[plain and not (blocks and name.startswith(blocks))].add(name)
     if not linear[True]:
         raise SetupError(
-            f"trainer.lora: {model.config.model_type} has no linear layers that could be merged; train it whole "
-            "(trainer.lora: null), or take another model"
+            f"{key}: {model.config.model_type} has no linear layers that could be merged; train it whole "
+            f"({key}: null), or take another model"
         )
     others = {name.rpartition(".")[2] for name in linear[False]}
     found = {name: name.rpartition(".")[2] for name in linear[True]}
@@ -172,6 +184,11 @@ def _all_linear(model: Any) -> list[str]:
 def is_adapters(name: str) -> bool:
     """A parameter is the adapter's, by its ``name``."""
     return ".lora_" in name
+
+
+def learns(model: Any, name: str) -> bool:
+    """A parameter of ``model`` is the adapter's, by its ``name``, or of a head that learns whole beside it."""
+    return is_adapters(name) or name.rpartition(".")[0] in (model.peft_config[NAME].modules_to_save or ())
 
 
 def plain_name(name: str) -> str:
@@ -188,10 +205,11 @@ def file_name(name: str) -> str:
 @torch.no_grad()
 def begin(model: Any, adapter: Adapter) -> None:
     """Fills the adapter's parameters, each rank its own rows: from ``adapter.folder``, or so that nothing is added:
-    B is 0, A random (by its name, as `torch.nn.Linear` begins), DoRA's lengths those of the matrix's rows."""
+    B is 0, A random (by its name, as `torch.nn.Linear` begins), DoRA's lengths those of the matrix's rows. A head that
+    learns beside it stays what it is, unless the folder has it."""
     layers = dict(model.named_modules())
     if adapter.folder is not None:
-        _read(model, adapter.folder)
+        _read(model, adapter.folder, adapter.key)
         return
     for name, parameter in model.named_parameters():
         if not is_adapters(name):
@@ -208,31 +226,31 @@ def begin(model: Any, adapter: Adapter) -> None:
             mine.copy_(_mine(layers[name.split(".lora_")[0]].base_layer.weight).float().norm(dim=1))
 
 
-def _read(model: Any, folder: Path) -> None:
+def _read(model: Any, folder: Path, key: str) -> None:
     try:
         with safe_open(folder / FILE, framework="pt") as file:
             names = set(file.keys())
             stage: Stage | None = getattr(model, "penstock_stage", None)
             known = stage.names if stage else [name for name, _ in model.named_parameters()]
-            if extra := names - {file_name(name) for name in known if is_adapters(name)}:
+            if extra := names - {file_name(name) for name in known if learns(model, name)}:
                 raise SetupError(
-                    f"trainer.lora: {folder / FILE} has {min(extra)}, which this adapter has not: give it the targets "
+                    f"{key}: {folder / FILE} has {min(extra)}, which this adapter has not: give it the targets "
                     "and the variant of that one"
                 )
             for name, parameter in model.named_parameters():
-                if not is_adapters(name):
+                if not learns(model, name):
                     continue
                 if file_name(name) not in names:
-                    raise SetupError(f"trainer.lora: {folder / FILE} has no {file_name(name)}: other targets?")
+                    raise SetupError(f"{key}: {folder / FILE} has no {file_name(name)}: other targets?")
                 found = file.get_tensor(file_name(name))
                 if found.shape != parameter.shape:
                     raise SetupError(
-                        f"trainer.lora.rank: {folder / FILE}: {file_name(name)} has shape {tuple(found.shape)}, "
+                        f"{key}.rank: {folder / FILE}: {file_name(name)} has shape {tuple(found.shape)}, "
                         f"this adapter's has {tuple(parameter.shape)}"
                     )
                 _mine(parameter).copy_(_mine(like(parameter, found)))
     except (OSError, ValueError, SafetensorError) as error:
-        raise SetupError(f"trainer.lora: cannot read {folder / FILE}: {error}") from error
+        raise SetupError(f"{key}: cannot read {folder / FILE}: {error}") from error
 
 
 class Merged:
@@ -322,7 +340,7 @@ class Adapted:
             self.alone[name + B] = Scaled(layer.lora_B[NAME].weight, float(layer.scaling[NAME]))
             if NAME in (lengths := getattr(layer, "lora_magnitude_vector", {})):
                 self.alone[name + LENGTHS] = lengths[NAME].weight
-        self.saved = {file_name(name): p for name, p in parameters.items() if is_adapters(name)}
+        self.saved = {file_name(name): p for name, p in parameters.items() if learns(model, name)}
         """By the names that peft's files have."""
 
     @cached_property

@@ -19,6 +19,11 @@ def values(model: Any, rows: Rows) -> torch.Tensor:
 
 def value_head(model: Any) -> nn.Linear:
     """The one linear layer behind the base model, with one output."""
-    heads = [module for module in model.children() if isinstance(module, nn.Linear)]
-    assert len(heads) == 1 and heads[0].out_features == 1, "a model for the classification of tokens, with one label"
-    return heads[0]
+    (head,) = value_heads(model).values()
+    return head
+
+
+def value_heads(model: Any) -> dict[str, nn.Linear]:
+    """By its name; none of a language model."""
+    linear = {name: module for name, module in model.named_children() if isinstance(module, nn.Linear)}
+    return {name: module for name, module in linear.items() if module.out_features == 1}

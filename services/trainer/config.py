@@ -6,31 +6,15 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from penstock.services.learning.adapter_config import AdapterConfig
 from penstock.services.learning.config import LearnerConfig
-from penstock.services.modeling.layer_names import is_called
 from penstock.services.runtime.errors import SetupError
-from penstock.services.runtime.settings import Section
 from penstock.services.trainer.algorithm_config import AlgorithmConfig
 
 
-class LoraConfig(Section):
+class LoraConfig(AdapterConfig):
     """LoRA: a small update of the model's matrices is trained, and the model is not (Hu et al. 2021)."""
 
-    rank: int = Field(16, ge=1)
-    """Rank of what is added to a matrix, e.g. ``32``: more can learn more, and needs more memory."""
-    alpha: int = Field(32, ge=1)
-    """What is added is scaled by alpha / rank, e.g. ``64``; by alpha / sqrt(rank) for ``rslora``."""
-    targets: tuple[str, ...] = ()
-    """Layers that are added to, by the ends of their names, e.g. ``[q_proj, v_proj]``, or by patterns of whole ones, as
-    ``["*.layers.[0-9].mlp.*"]``, of which the linear layers are taken; none: all linear layers but the head."""
-    exclude: tuple[str, ...] = ()
-    """Layers that are left out of these, by ends or patterns of their names too, e.g. ``[down_proj]``."""
-    variant: Literal["lora", "rslora", "dora"] = "lora"
-    """``rslora``: scaled so that larger ranks learn as fast (Kalajdzievski 2023). ``dora``: the lengths of the matrix's
-    rows are learned beside their directions (Liu et al. 2024)."""
-    start: str | None = None
-    """A folder with an adapter in peft's layout to begin with, e.g. ``runs/first-try/checkpoints/step-000100``; null:
-    one that adds nothing yet. One that was trained with `quantize` wants that, and the `model.dtype` of then."""
     quantize: Literal["nf4"] | None = None
     """``nf4``: the matrices that are added to lie in 4 bits, a quarter of bfloat16's memory (QLoRA, Dettmers et al.
     2023); a step takes a little longer. Rollouts are sent what these matrices then are, in `model.dtype`, with the
@@ -42,12 +26,6 @@ class LoraConfig(Section):
     merge with the model that they have on their disk: megabytes a version instead of gigabytes, for rollouts behind a
     slow network."""
 
-    @property
-    def adapts_head(self) -> bool:
-        """The head is among the targets."""
-        named = any(name.rpartition(".")[2] == "lm_head" for name in self.targets) or is_called("lm_head", self.targets)
-        return named and not is_called("lm_head", self.exclude)
-
     @model_validator(mode="after")
     def _quantized_as_far_as_it_goes(self) -> LoraConfig:
         if self.quantize and self.publish == "adapter":
@@ -57,11 +35,6 @@ class LoraConfig(Section):
             )
         if self.quantize and self.adapts_head:
             raise ValueError("quantize: the head stays whole; take lm_head out of the targets, or set quantize to null")
-        if self.quantize and self.variant == "dora":
-            raise ValueError(
-                "quantize: DoRA learns lengths of rows that nobody has in 4 bits; set variant to lora or rslora, or "
-                "quantize to null"
-            )
         return self
 
 
@@ -129,13 +102,4 @@ class TrainerConfig(LearnerConfig):
     def _adapters_learn_alone(self) -> TrainerConfig:
         if self.lora and self.freeze:
             raise ValueError("freeze: of a model with an adapter (lora) that alone learns; leave one of the two out")
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_are_not_cut_by_layers(self) -> TrainerConfig:
-        if self.lora and self.tensor_parallel > 1:
-            raise ValueError(
-                "tensor_parallel: an adapter's matrices are not cut so; set it to 1, and take more ranks or "
-                "sequence_parallel"
-            )
         return self

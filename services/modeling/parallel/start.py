@@ -31,6 +31,7 @@ from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.parallel.fsdp import block_of, shard
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.towers import freeze_towers, towers
+from penstock.services.modeling.values import value_heads
 from penstock.services.modeling.weight_files import WeightFiles
 
 log = structlog.get_logger()
@@ -43,9 +44,9 @@ def load_trainable(
     """The causal language model at ``path``, a folder or a hub name, which the config's ``key`` gives, in fp32, cut
     over ``world``, on ``device``; computes in ``dtype``; with ``offload`` its parameters lie on the host. With a
     "value" ``head``: that model with one output a token instead, which begins at 0 where the files have none. With an
-    ``adapter`` that alone is to be trained: what is frozen takes no more bits than are computed with. Towers are frozen
-    (`modeling/towers.py`), and so is what has names like those in ``frozen`` (`modeling/freezing.py`). Raises
-    `ModelError`, or a `SetupError` of these."""
+    ``adapter`` that alone is to be trained, and such a head: what is frozen takes no more bits than are computed with.
+    Towers are frozen (`modeling/towers.py`), and so is what has names like those in ``frozen``
+    (`modeling/freezing.py`). Raises `ModelError`, or a `SetupError` of these."""
     folder, own = folder_of(path, key), has_own_code(load_config(path, key))
     model, beside = empty_model(path, head, key), read_beside(folder, own)
     new = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
@@ -76,8 +77,10 @@ def _prepare(model: Any, adapter: Adapter | None, path: str, dtype: str, frozen:
     freeze(model, frozen)
     if adapter is not None:
         if dtype == "bfloat16":
+            whole = {id(parameter) for head in value_heads(model).values() for parameter in head.parameters()}
             for parameter in model.parameters():  # and no buffer: rotations are computed in fp32
-                parameter.data = parameter.data.to(torch.bfloat16)
+                if id(parameter) not in whole:
+                    parameter.data = parameter.data.to(torch.bfloat16)
         lora.inject(model, adapter, path)
 
 
