@@ -89,6 +89,7 @@ def test_a_file_that_is_given_again_is_read_anew_under_the_old_overrides(folder:
         ("run.seed=7", r"run\.seed: 7, but the run began with 0"),
         ("prompts.train.size=10", r"prompts\.train\.size: 10, but the run began with 100000"),
         ("model.hidden_size=64", r"model\.hidden_size: 64, but the run began with 128"),
+        ("critic.lora.rank=4", r"critic\.lora: .*but the run began with null"),
         ("rollout.sampling.n=2", r"rollout\.sampling\.n: 2, but the run began with"),
     ],
 )
@@ -325,19 +326,20 @@ def test_a_model_and_an_adapter_may_be_elsewhere_once_their_folders_are_gone(
     monkeypatch.setenv(FIRST, "")
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.chdir(project)
-    config = load(Path("run.yaml"), ["trainer.lora={start: adapter}"])
+    config = load(Path("run.yaml"), ["trainer.lora={start: adapter}", "critic.lora={start: adapter}"])
     assert config.trainer.lora and config.trainer.lora.start == str(project / "adapter"), "wherever it goes on"
     run = project / "runs" / "first"
     run.mkdir(parents=True)
     begin(config, run, Origin(str(project / "run.yaml")))
-    for other in ("model.path=other", "trainer.lora.start=other"):
+    for other in ("model.path=other", "trainer.lora.start=other", "critic.lora.start=other"):
         with pytest.raises(ConfigError, match="but the run began with"):
             resumed(run, None, [other])
     moved = project.rename(tmp_path / "moved")
     monkeypatch.chdir(moved)
-    config, _, changed = resumed(moved / "runs" / "first", None, ["model.path=model", "trainer.lora.start=adapter"])
+    keys = {"model.path": "model", "trainer.lora.start": "adapter", "critic.lora.start": "adapter"}
+    config, _, changed = resumed(moved / "runs" / "first", None, [f"{key}={value}" for key, value in keys.items()])
     assert config.model.path == str(moved / "model")  # type: ignore[union-attr]
-    assert [line.partition(":")[0] for line in changed] == ["model.path", "trainer.lora.start"]
+    assert {line.partition(":")[0] for line in changed} == keys.keys()
 
 
 def test_a_run_that_is_resumed_from_elsewhere_has_the_data_that_it_began_with(
