@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.services.rollout.config import HTTP_ENGINES, PluginEngineConfig, VllmEngineConfig
+from penstock.services.rollout.config import PluginEngineConfig, VllmEngineConfig
 
 
 def check_colocated(config: Any) -> None:
@@ -15,7 +15,7 @@ def check_colocated(config: Any) -> None:
             f"rollout.engine.start_s={engine.start_s:g} must be less than run.turn_s={config.run.turn_s:g}: while an "
             "engine starts it does not give its GPUs up"
         )
-    if isinstance(engine, PluginEngineConfig) and engine.name in HTTP_ENGINES:
+    if isinstance(engine, PluginEngineConfig) and engine.over_http:
         raise ValueError(
             f"run.placement=colocated: a server over HTTP ({engine.name}) does not sleep; use "
             "rollout.engine.type=torch or vllm, or run.placement=as_given"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.services.rollout.config import HTTP_ENGINES, PluginEngineConfig, TorchEngineConfig, VllmEngineConfig
+from penstock.services.rollout.config import PluginEngineConfig, TorchEngineConfig, VllmEngineConfig
 
 
 def check_engine(config: Any) -> None:
@@ -32,7 +32,7 @@ def check_engine(config: Any) -> None:
         )
     if sampling.routing_replay and not getattr(config.model, "experts", 1):
         raise ValueError("rollout.sampling.routing_replay: there are no experts; set model.experts, e.g. to 4")
-    if sampling.routing_replay and isinstance(engine, PluginEngineConfig) and engine.name in HTTP_ENGINES:
+    if sampling.routing_replay and isinstance(engine, PluginEngineConfig) and engine.over_http:
         raise ValueError(
             f"rollout.sampling.routing_replay: a server over HTTP ({engine.name}) does not say which experts it "
             "took; use rollout.engine.type=torch or vllm"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.preflight.report import Report
-from penstock.services.rollout.config import HTTP_ENGINES, PluginEngineConfig, VllmEngineConfig
+from penstock.services.rollout.config import PluginEngineConfig, VllmEngineConfig
 from penstock.services.rollout.http_options import OF
 from penstock.services.runtime.errors import SetupError
 
@@ -14,7 +14,7 @@ from penstock.services.runtime.errors import SetupError
 def look(config: Config, report: Report) -> None:
     """Adds to ``report`` what is found."""
     engine = config.rollout.engine
-    served = isinstance(engine, PluginEngineConfig) and engine.name in HTTP_ENGINES
+    served = isinstance(engine, PluginEngineConfig) and engine.over_http
     if config.run.deterministic and (served or (isinstance(engine, VllmEngineConfig) and not engine.seeded)):
         report.notes.append(
             "run.deterministic: training is repeated to the bit, and what this engine samples is not: it follows from "

@@ -11,7 +11,7 @@ from penstock.services.runtime.errors import SetupError
 SHOWN = 4
 
 
-def freeze(model: Any, patterns: Sequence[str], key: str = "trainer.freeze") -> None:
+def freeze(model: Any, patterns: Sequence[str]) -> None:
     """Those of the whole ``model``, of transformers, whose names are like one of ``patterns`` (of a shell: ``*`` is any
     text). They have no gradient and no optimizer's state, and are in versions and checkpoints as they came. Raises
     `SetupError` where a pattern fits none, or nothing is left."""
@@ -19,8 +19,8 @@ def freeze(model: Any, patterns: Sequence[str], key: str = "trainer.freeze") -> 
     for pattern in patterns:
         if not (found := matching(names, pattern)):
             said = ", ".join(names[:: max(1, len(names) // SHOWN)][:SHOWN])
-            raise SetupError(f"{key}: no parameter is called like {pattern!r}; they have names like {said}")
+            raise SetupError(f"trainer.freeze: no parameter is called like {pattern!r}; they have names like {said}")
         for name in found:
             model.get_parameter(name).requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in model.parameters()):
-        raise SetupError(f"{key}: nothing is left that could learn; name fewer")
+        raise SetupError("trainer.freeze: nothing is left that could learn; name fewer")

@@ -113,7 +113,7 @@ VLLM_OWNED = {
 
 
 HTTP_ENGINES = ("openai", "sglang")
-"""Those of the group ``penstock.engines`` that are Penstock's own."""
+"""Those of the group ``penstock.engines`` that are Penstock's own: servers over HTTP."""
 HTTP_LENGTH, HTTP_SEQUENCES = 2048, 256
 """``options.max_length`` and ``options.max_sequences`` of these, where nothing else is said."""
 
@@ -134,15 +134,20 @@ class PluginEngineConfig(Section):
     docs/engines.md."""
 
     @property
+    def over_http(self) -> bool:
+        """It is a server, which Penstock asks."""
+        return self.name in HTTP_ENGINES
+
+    @property
     def max_length(self) -> int | None:
         """As `TorchEngineConfig.max_length`, of an engine over HTTP. None: the engine alone knows."""
-        found = self.options.get("max_length", HTTP_LENGTH) if self.name in HTTP_ENGINES else None
+        found = self.options.get("max_length", HTTP_LENGTH) if self.over_http else None
         return found if isinstance(found, int) else None
 
     @property
     def in_flight(self) -> int:
         """Sequences that it decodes at once: as an engine over HTTP is told, and other ones are supposed to."""
-        found = self.options.get("max_sequences") if self.name in HTTP_ENGINES else None
+        found = self.options.get("max_sequences") if self.over_http else None
         return found if isinstance(found, int) and found > 0 else HTTP_SEQUENCES
 
 

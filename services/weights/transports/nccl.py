@@ -64,8 +64,8 @@ class _Config(ctypes.Structure):
 class Nccl:
     """The library. Raises `NcclError` where there is none."""
 
-    def __init__(self, path: str | None = None) -> None:
-        path = path or os.environ.get(LIBRARY) or _bundled()
+    def __init__(self) -> None:
+        path = os.environ.get(LIBRARY) or _bundled()
         try:
             self._library = ctypes.CDLL(path)
         except OSError as error:
