@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +52,10 @@ def _adapter(about: AdapterShape | None, path: str) -> dict[str, Any] | None:
     """`trainer.lora` that is as the adapter in ``path``: the trainer merges it into what it publishes."""
     if about is None:
         return None
-    said = {name: value for name, value in asdict(about).items() if name not in ("base", "dtype") and value is not None}
-    return said | {"start": path}
+    if about.valued:
+        raise ConfigError(f"CHECKPOINT: {path} is a critic's adapter, which answers nothing; give one of a policy")
+    own = ("rank", "alpha", "targets", "variant", "quantize")
+    return {name: value for name in own if (value := getattr(about, name)) is not None} | {"start": path}
 
 
 def print_evaluation(console: Console, summary: dict[str, Any], folder: Path) -> None:

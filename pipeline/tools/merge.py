@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from dataclasses import replace
@@ -25,7 +26,8 @@ def adapter_of(checkpoint: Path) -> AdapterShape | None:
     found = read_shape(checkpoint, "CHECKPOINT")
     if not found.base:
         raise ConfigError(f"CHECKPOINT: {checkpoint / CONFIG} does not say what model it is for")
-    beside = checkpoint.resolve().parent.parent / "model"  # of a tiny model, whose run's folder may have been moved
+    run = checkpoint.resolve().parents[2 if found.valued else 1]  # NAME/critic/checkpoints/step-…, without critic/
+    beside = run / "model"  # of a tiny model, whose run's folder may have been moved
     if Path(found.base).name == "model" and (beside / "config.json").is_file():
         return replace(found, base=str(beside))  # where it was may be another run's by now
     if not Path(found.base).is_absolute() or Path(found.base).is_dir():
@@ -45,8 +47,8 @@ def merge(
     trust_remote_code: Annotated[bool, typer.Option(help="Run the code that came with the model.")] = False,
 ) -> None:
     """Write CHECKPOINT as a model for others, in transformers' layout, to OUT: with its adapter merged into it, where
-    it is one (trainer.lora), and in any precision, without what the trainer goes on from. What lay in 4 bits as it was
-    trained (trainer.lora.quantize) is as it then was.
+    it is one (trainer.lora, critic.lora), and in any precision, without what the trainer goes on from. What lay in 4
+    bits as it was trained (trainer.lora.quantize) is as it then was. A critic's is written with its head.
 
     For instance: penstock merge runs/first-try/checkpoints/step-000150 merged --dtype bfloat16
     """
@@ -82,25 +84,36 @@ def _write_merged(checkpoint: Path, about: AdapterShape | None, out: Path, dtype
     from penstock.services.modeling.dtypes import DTYPES
     from penstock.services.modeling.files_beside import name_own_code, read_beside, write_beside
     from penstock.services.modeling.generation_config import write_generation_config
-    from penstock.services.modeling.load import folder_of, has_own_code, load_model, load_tokenizer
+    from penstock.services.modeling.load import Head, folder_of, has_own_code, load_model, load_tokenizer
 
     disable_progress_bar()
     path = about.base if about else str(checkpoint)
-    merged: Any = load_model(path, "float32" if about else dtype, torch.device("cpu"), "CHECKPOINT")
+    valued = about.valued if about else _is_valued(checkpoint)
+    head: Head = "value" if valued else "language"
+    merged: Any = load_model(path, "float32" if about else dtype, torch.device("cpu"), "CHECKPOINT", head)
     if about:
         from peft import PeftModel
 
         if about.quantize:  # the adapter has learned beside what these matrices were then
             round_as_trained(merged, checkpoint, about)
         merged = PeftModel.from_pretrained(merged, str(checkpoint)).merge_and_unload()
-    told, merged.generation_config = merged.generation_config, GenerationConfig()
+    told = None if valued else merged.generation_config
+    if not valued:
+        merged.generation_config = GenerationConfig()
     beside = read_beside(folder_of(path, "CHECKPOINT"), has_own_code(merged.config))
     name_own_code(merged.config, beside)
     merged.to(DTYPES[dtype]).save_pretrained(out)
     write_beside(beside, out)
     tokenizer = load_tokenizer(str(checkpoint), key="CHECKPOINT")
-    write_generation_config(told, tokenizer, out)
+    if told is not None:
+        write_generation_config(told, tokenizer, out)
     tokenizer.save_pretrained(out)
+
+
+def _is_valued(checkpoint: Path) -> bool:
+    """It is a whole critic's."""
+    told = json.loads((checkpoint / "config.json").read_text()).get("architectures") or [""]
+    return str(told[0]).endswith("ForTokenClassification")
 
 
 def round_as_trained(base: Any, checkpoint: Path, about: AdapterShape) -> None:

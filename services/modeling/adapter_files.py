@@ -17,7 +17,7 @@ BASE = "penstock_base.json"
 @dataclass(frozen=True)
 class AdapterShape:
     """What `CONFIG` and `BASE` say: in the words of `trainer.lora`, and the ``base`` that it was made for ("" where it
-    is not said; ``alpha`` None); ``dtype``: of what was in 4 bits."""
+    is not said; ``alpha`` None); ``dtype``: of what was in 4 bits; ``valued``: it is a critic's."""
 
     rank: int
     alpha: int | None
@@ -26,6 +26,7 @@ class AdapterShape:
     base: str
     quantize: str | None = None
     dtype: str = ""
+    valued: bool = False
 
 
 def read_shape(folder: Path, key: str) -> AdapterShape:
@@ -43,6 +44,7 @@ def read_shape(folder: Path, key: str) -> AdapterShape:
             "@".join(filter(None, (found.get("base_model_name_or_path"), found.get("revision")))),
             found.get("quantize"),
             found.get("dtype", ""),
+            found.get("task_type") == "TOKEN_CLS",
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SetupError(f"{key}: cannot read {path}: {type(error).__name__}: {error}") from error

@@ -12,10 +12,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification
 
 from penstock.pipeline.config import load
+from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.pipeline.preflight.lora import look
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources.host import host_needs
 from penstock.pipeline.resources.memory import critic_gib
+from penstock.pipeline.tools.merge import merge
 from penstock.services.critic.config import CriticConfig
 from penstock.services.critic.learner import CriticLearner
 from penstock.services.learning import checkpoint
@@ -27,7 +29,7 @@ from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import GIB
 from tests.critic.test_learner import CPU, policy, valued
 from tests.e2e.runs import ROOT
-from tests.trainer.steps import Tokenizer, a_step
+from tests.trainer.steps import a_step
 
 __all__ = ["policy"]
 HEAD = ("score.weight", "score.bias")
@@ -59,7 +61,7 @@ def test_a_checkpoint_goes_on_as_it_was_and_is_pefts_own(policy: Path, tmp_path:
     learner = critic_of(policy)
     for seed in range(3):
         learner.train(valued(learner, a_step(seed)))
-    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path / "checkpoints", 2)
+    saver = checkpoint.Saver(learner, make_tokenizer(set("ab")), tmp_path / "checkpoints", 2)
     path = saver.begin().result()
     saver.close()
     assert all(".lora_" in name or name.endswith(HEAD) for name in load_file(path / "adapter_model.safetensors"))
@@ -70,14 +72,18 @@ def test_a_checkpoint_goes_on_as_it_was_and_is_pefts_own(policy: Path, tmp_path:
     assert all(torch.equal(other.parameters[name], value) for name, value in learner.parameters.items())
 
     base = AutoModelForTokenClassification.from_pretrained(policy, num_labels=1)
-    theirs, step = PeftModel.from_pretrained(base, path).eval(), a_step(5)
+    merge(path, tmp_path / "merged")
+    merge(tmp_path / "merged", tmp_path / "again")  # a whole critic
+    whole = AutoModelForTokenClassification.from_pretrained(tmp_path / "again")
+    step = a_step(5)
     values = critic_of(policy, path).values(step)
     assert any(each.any() for each in values)
-    for trajectory, mine in zip(step.trajectories, values, strict=True):
-        with torch.no_grad():
-            said = theirs(torch.from_numpy(trajectory.tokens)[None]).logits[0, :, 0]
-        wanted = said[:-1] * torch.from_numpy(trajectory.loss_mask)[1:]  # of the state before a token
-        torch.testing.assert_close(torch.from_numpy(mine)[1:], wanted, rtol=1e-4, atol=1e-5)
+    for theirs in (PeftModel.from_pretrained(base, path).eval(), whole.eval()):
+        for trajectory, mine in zip(step.trajectories, values, strict=True):
+            with torch.no_grad():
+                said = theirs(torch.from_numpy(trajectory.tokens)[None]).logits[0, :, 0]
+            wanted = said[:-1] * torch.from_numpy(trajectory.loss_mask)[1:]  # of the state before a token
+            torch.testing.assert_close(torch.from_numpy(mine)[1:], wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_a_mistake_names_the_critics_key(policy: Path) -> None:
