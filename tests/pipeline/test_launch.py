@@ -278,7 +278,8 @@ def test_a_slurm_job_ends_as_it_should(
         tool.write_text(f'#!/bin/sh\necho "{"" if name == "scontrol" else "scancel "}$@" >> {tmp_path}/asked\n')
         tool.chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    job = subprocess.Popen(["bash", str(tmp_path / "slurm/head.sh")], stdout=subprocess.PIPE, env=env)
+    begin = ["env", "--default-signal=INT", "bash"]  # as Slurm does: tests in the background would hand on "ignored"
+    job = subprocess.Popen([*begin, str(tmp_path / "slurm/head.sh")], stdout=subprocess.PIPE, env=env)
     assert job.stdout and job.stdout.readline() == b"1\n"
     time.sleep(0.1)
     if sent:
