@@ -365,6 +365,7 @@ def test_scores_that_are_not_the_columns_are_refused(stage: Stage) -> None:
 
 
 def test_an_actor_that_the_run_has_not_is_refused(stage: Stage) -> None:
+    stage.peer("reward", "reward-0")  # or the broker would wait for somebody to come
     box = Mailbox(stage.broker.address, "critic-0#1")
     with pytest.raises(RefusedError, match="'critic' is no actor of this run; it has observer, reward, rollout"):
         box.ask(m.Hello(kind="critic", name="critic-0", host="", pid=1), 5)
@@ -375,6 +376,7 @@ def test_an_actor_that_the_run_has_not_is_refused(stage: Stage) -> None:
 
 
 def test_a_second_trainer_of_another_name_is_refused_and_one_of_its_own_name_takes_its_place(stage: Stage) -> None:
+    stage.peer("reward", "reward-0")
     box = Mailbox(stage.broker.address, "trainer-b#1")
     with pytest.raises(RefusedError, match="a run has one trainer, which is called trainer, and not trainer-b"):
         box.ask(m.Hello(kind="trainer", name="trainer-b", host="", pid=1), 5)
