@@ -1,10 +1,8 @@
-"""Tiny models of words and pictures that can be shown some, and a task that takes eyes."""
+"""Tiny models of words and pictures that can be shown some."""
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,6 @@ import torch
 
 from penstock.pipeline.models.characters import ALPHABET
 from penstock.pipeline.models.tiny import make_tokenizer
-from penstock.protocols.experience import PICTURE, Prompt
-from penstock.protocols.turn import Turn
 from penstock.services.modeling.load import load_config, load_model
 from penstock.services.modeling.version_weights import version_of
 from penstock.services.rollout.config import TorchEngineConfig
@@ -24,44 +20,6 @@ from tests import families
 QWEN, GEMMA = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"), ("<boi>", "<img>", "<eoi>")
 SHOWN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
 """Families whose processors want no torchvision."""
-COLOURS = {"r": (220, 30, 30), "g": (30, 200, 40), "b": (30, 40, 230), "w": (240, 240, 240)}
-
-
-def picture(colour: Sequence[int], size: tuple[int, int] = (32, 32)) -> bytes:
-    """A PNG of one colour."""
-    from PIL import Image
-
-    file = io.BytesIO()
-    Image.new("RGB", size, tuple(colour)).save(file, "PNG")
-    return file.getvalue()
-
-
-def colours(rows: int = 64) -> list[Prompt]:
-    """What colour is it? Nobody can tell who does not look."""
-    names = list(COLOURS)
-    return [
-        Prompt(
-            index=index,
-            messages=[{"role": "user", "content": f"{PICTURE}is"}],
-            truth=(name := names[index % len(names)]),
-            pictures=(picture(COLOURS[name], (32 + 16 * (index % 3), 32)),),
-        )
-        for index in range(rows)
-    ]
-
-
-class Colour:
-    """The same, as an environment that has the tasks itself: for a prompt that is a number and nothing else."""
-
-    def reset(self, prompt: Prompt) -> Turn:
-        """The task of that number."""
-        row = colours(prompt.index + 1)[-1]
-        self._name = row.truth
-        return Turn(row.messages, pictures=row.pictures)
-
-    def step(self, answer: str) -> Turn:
-        """Right or wrong."""
-        return Turn(reward=float(answer == self._name), done=True)
 
 
 def write(family: str, folder: Path) -> Any:

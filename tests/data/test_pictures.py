@@ -16,9 +16,9 @@ from penstock.protocols.experience import PICTURE, Prompt
 from penstock.services.data import DataError, open_source, written
 from penstock.services.data.config import CustomData, HubData, MixData
 from penstock.services.data.picture_files import open_picture
-from tests import seeing
+from tests import shown
 
-RED, GREEN = (seeing.picture(seeing.COLOURS[name]) for name in "rg")
+RED, GREEN = (shown.picture(shown.COLOURS[name]) for name in "rg")
 
 
 def in_json(folder: Path, *rows: dict[str, Any], **config: Any) -> Any:

@@ -13,18 +13,18 @@ from safetensors.torch import load_file
 
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.summary import steps_of
-from tests import seeing
+from tests import seeing, shown
 from tests.e2e.runs import ROOT, Run, check_promises
 
 
 def begun(
-    folder: Path, shown: dict[str, Any], reward: str, sampling: dict[str, int], trainer: dict[str, Any], **more: Any
+    folder: Path, source: dict[str, Any], reward: str, sampling: dict[str, int], trainer: dict[str, Any], **more: Any
 ) -> Run:
     """Of the model in ``folder``, on prompts that show pictures."""
     engine = {"type": "torch", "max_sequences": 64, "max_length": 64}
     config: dict[str, Any] = {
         "model": {"type": "pretrained", "path": str(folder / "model")},
-        "prompts": {"train": shown, "eval": shown, "eval_size": 16},
+        "prompts": {"train": source, "eval": source, "eval_size": 16},
         "gate": {"max_lag": 1, "groups_per_step": 8},
         "rollout": {"count": 1, "engine": engine, "sampling": sampling},
         "reward": {"functions": [{"function": reward}]},
@@ -39,18 +39,18 @@ def test_it_learns_on_two_ranks_and_what_sees_stays_as_it_came(tmp_path: Path) -
     came = tmp_path / "model"
     seeing.write("qwen3_5", came)
     rows: list[dict[str, Any]] = [{"question": f"say {n}", "image": None, "answer": str(n)} for n in range(8)]
-    for name, colour in seeing.COLOURS.items():
-        (tmp_path / f"{name}.png").write_bytes(seeing.picture(colour))
+    for name, colour in shown.COLOURS.items():
+        (tmp_path / f"{name}.png").write_bytes(shown.picture(colour))
         rows.append({"question": "what is it", "image": [f"{name}.png"], "answer": name})
         rows.append({"question": "a <image> or <image>?", "image": ["r.png", f"{name}.png"], "answer": name})
     seen = tmp_path / "seen.jsonl"
     seen.write_text("\n".join(json.dumps(row) for row in rows))
-    shown = {
+    source = {
         "type": "hub", "path": "json", "files": [str(seen)], "prompt_key": "question", "images_key": "image",
         "truth_key": "answer",
     }  # fmt: skip
     trainer = {"steps": 2, "ranks": 2, "checkpoint": {"every": 2}, "algorithm": {"kl": {"coefficient": 0.001}}}
-    run = begun(tmp_path, shown, "tests.e2e.rewards:parity", {"n": 4, "max_new_tokens": 8}, trainer)
+    run = begun(tmp_path, source, "tests.e2e.rewards:parity", {"n": 4, "max_new_tokens": 8}, trainer)
     check_promises(run.wait())
     steps = steps_of(run.folder)
     assert steps[0]["mismatch_kl_k3"] < 1e-6 and all(row["grad_norm"] > 0 for row in steps)
@@ -71,9 +71,9 @@ def test_it_learns_on_two_ranks_and_what_sees_stays_as_it_came(tmp_path: Path) -
 @pytest.mark.learning
 def test_it_learns_what_it_sees(tmp_path: Path) -> None:
     seeing.write("qwen3_vl", tmp_path / "model")
-    shown = {"type": "custom", "function": "tests.seeing:colours", "pictures": True}
+    source = {"type": "custom", "function": "tests.shown:colours", "pictures": True}
     trainer = {"steps": 100, "optimizer": {"lr": 3e-3, "warmup_steps": 0}}
-    summary = begun(tmp_path, shown, "exact_match", {"n": 8, "max_new_tokens": 1}, trainer).wait()
+    summary = begun(tmp_path, source, "exact_match", {"n": 8, "max_new_tokens": 1}, trainer).wait()
     check_promises(summary)
     assert summary["eval_before"] <= 0.25 and summary["eval_after"] >= 0.75
 
@@ -85,7 +85,7 @@ def test_it_learns_what_agents_show(tmp_path: Path) -> None:
     trainer = {"steps": 100, "optimizer": {"lr": 3e-3, "warmup_steps": 0}}
     gateway = {"count": 1, "pictures": True, "tool_calls": "none", "http": "127.0.0.1:0", "bind": "tcp://127.0.0.1:0"}
     run = begun(tmp_path, numbers, "environment", {"n": 8, "max_new_tokens": 1}, trainer, gateway=gateway)
-    playing = subprocess.Popen(penstock("play", str(run.folder), "tests.seeing:Colour", "--sessions", "32"), cwd=ROOT)
+    playing = subprocess.Popen(penstock("play", str(run.folder), "tests.shown:Colour", "--sessions", "32"), cwd=ROOT)
     try:
         summary = run.wait()
         assert playing.wait(60) == 0

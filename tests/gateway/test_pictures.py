@@ -29,13 +29,13 @@ from penstock.services.gateway.work import Held
 from penstock.services.modeling.load import load_model
 from penstock.services.modeling.sight import check_shown, give_sight
 from penstock.services.turns.answers import Answer
-from tests import seeing
+from tests import seeing, shown
 from tests.gateway.house import House
 from tests.trainer.test_seeing import scored
 
 SEED = 1
 """With which the policy, which has random weights, says nothing that stands for a picture."""
-RED, GREEN, BLUE = (seeing.picture(seeing.COLOURS[name]) for name in "rgb")
+RED, GREEN, BLUE = (shown.picture(shown.COLOURS[name]) for name in "rgb")
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_each_branch_shows_what_its_turns_were_shown_also_after_a_takeover(house
 def test_what_turns_show_again_is_kept_once(house: House) -> None:
     """As by an agent that keeps the last two screens alone, so that each turn begins another conversation."""
     house.desk.start(house.lease(0, new=2))
-    shots = [seeing.picture((number, 0, 0)) for number in range(4)]
+    shots = [shown.picture((number, 0, 0)) for number in range(4)]
 
     async def begin() -> str:
         held = await house.desk.open(1)
@@ -196,13 +196,13 @@ def test_all_apis_show_alike(house: House, folder: Path) -> None:
     result = [{"type": "image", "source": source | {"data": in_base64(GREEN)}}, {"type": "text", "text": "b"}]
 
     async def in_responses(desk: Desk, held: Held) -> None:
-        shown = {"type": "input_image", "image_url": f"data:image/png;base64,{in_base64(RED)}"}
-        first = {"role": "user", "content": [{"type": "input_text", "text": "is "}, shown]}
+        part = {"type": "input_image", "image_url": f"data:image/png;base64,{in_base64(RED)}"}
+        first = {"role": "user", "content": [{"type": "input_text", "text": "is "}, part]}
         turn = await desk.chat(held, ResponsesRequest(input=[first]).said(held.id, held.session), None)
         called = {
             "type": "function_call_output",
             "call_id": "x",
-            "output": [shown, {"type": "input_text", "text": "b"}],
+            "output": [part, {"type": "input_text", "text": "b"}],
         }
         asked = ResponsesRequest(input=[called], previous_response_id=f"resp_{held.id}-{turn.number}")
         turn = await desk.chat(held, asked.said(held.id, held.session), None)
@@ -255,7 +255,7 @@ def test_what_cannot_be_shown_is_refused(house: House, monkeypatch: pytest.Monke
         held = await house.desk.open(1)
         first = await house.desk.chat(held, chat(in_chat("<|image_pad|>")), None)  # as a word, while nothing is shown
         more = {"role": "assistant", "content": first.message["content"]}
-        cut = seeing.picture(seeing.COLOURS["r"], (64, 64))[:-30]
+        cut = shown.picture(shown.COLOURS["r"], (64, 64))[:-30]
         for said, code, why in (
             (
                 [in_chat("<|image_pad|>"), more, in_chat(RED)],

@@ -24,7 +24,7 @@ reward: {{functions: [{{function: exact_match}}]}}
 
 SHOWN = """
 model: {{type: pretrained, path: "{model}", dtype: float32}}
-prompts: {{train: {{type: custom, function: "tests.seeing:colours", pictures: true}}}}
+prompts: {{train: {{type: custom, function: "tests.shown:colours", pictures: true}}}}
 rollout:
   engine: {{type: torch, max_length: 64}}
   sampling: {{n: 2, max_new_tokens: 4}}

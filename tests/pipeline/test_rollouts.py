@@ -26,7 +26,7 @@ from penstock.services.broker.archive import Archive, ArchiveError
 from penstock.services.data.config import SortData
 from penstock.services.data.sort import SortSource
 from penstock.services.trainer.judged import NAMES
-from tests import seeing
+from tests import shown
 
 CONFIG: dict[str, Any] = {
     "model": {"type": "tiny", "hidden_size": 16, "layers": 1, "warm_start": {"steps": 0}},
@@ -85,7 +85,7 @@ def test_a_column_that_was_dropped_on_the_way_is_told_as_it_was(tmp_path: Path) 
 
 
 def test_what_a_trajectory_was_shown_is_on_the_page_and_in_files_that_its_row_names(tmp_path: Path) -> None:
-    red, green = (seeing.picture(seeing.COLOURS[name]) for name in "rg")
+    red, green = (shown.picture(shown.COLOURS[name]) for name in "rg")
     tokens = np.array([5, *[9] * 20, 6, 7, *[9] * 20, 8, 9, 9], np.int32)
     mask = np.array([0] * 21 + [1, 1] + [0] * 21 + [1, 1], np.uint8)
     versions = np.where(mask == 1, 0, -1).astype(np.int32)
@@ -104,17 +104,17 @@ def test_what_a_trajectory_was_shown_is_on_the_page_and_in_files_that_its_row_na
     assert first["response"] == "ab" and first["turns"] == ["a", "b"], "what is the policy's own is told apart"
     assert [len(row["pictures"]) for row in (first, second)] == [1, 2] and second["pictures"][0] == first["pictures"][0]
     assert [(folder / "pictures" / name).read_bytes() for name in second["pictures"]] == [red, green]
-    (shown,) = groups_of(folder)
-    assert set(shown["seen"]) == set(second["pictures"])
-    assert all(each.startswith("data:image/jpeg;base64,") for each in shown["seen"].values())
-    member = shown["members"][1]
+    (group,) = groups_of(folder)
+    assert set(group["seen"]) == set(second["pictures"])
+    assert all(each.startswith("data:image/jpeg;base64,") for each in group["seen"].values())
+    member = group["members"][1]
     assert len(member["tokens"]) == len(member["mask"]) == len(member["lag"]) == len(member["logprob"]) == 7
     assert member["tokens"][3].endswith(" ×20 ") and member["mask"] == [0, 1, 1, 0, 0, 1, 1]
-    assert shown["asked"].endswith(" ×20 ") and "asked" not in member
+    assert group["asked"].endswith(" ×20 ") and "asked" not in member
     assert "seen" not in groups_of(folder, pictures=0)[0], "there is no room"
     (folder / "archive" / "step-000000.msgpack").unlink()
     (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (first, second)))
-    assert groups_of(folder)[0]["seen"] == shown["seen"], "from the files"
+    assert groups_of(folder)[0]["seen"] == group["seen"], "from the files"
 
 
 def test_a_column_of_two_kinds_is_not_exported_as_one(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import penstock
-from tests import seeing
+from tests import shown
 
 
 class Twice:
@@ -71,8 +71,8 @@ class Shown:
         self._turns = 0
 
     def reset(self, prompt: penstock.Prompt) -> penstock.Turn:
-        return penstock.Turn("is <image> red", pictures=[seeing.picture(seeing.COLOURS["r"])])
+        return penstock.Turn("is <image> red", pictures=[shown.picture(shown.COLOURS["r"])])
 
     def step(self, answer: str) -> penstock.Turn:
         self._turns += 1
-        return penstock.Turn("and", reward=1.0, done=self._turns == 2, pictures=[seeing.picture(seeing.COLOURS["g"])])
+        return penstock.Turn("and", reward=1.0, done=self._turns == 2, pictures=[shown.picture(shown.COLOURS["g"])])

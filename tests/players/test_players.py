@@ -37,7 +37,7 @@ from penstock.services.players.playing import Score, play_run
 from penstock.services.players.registry import make_player
 from penstock.services.players.verifiers import VerifiersPlayer
 from penstock.services.runtime.errors import SetupError
-from tests import seeing
+from tests import seeing, shown
 from tests.gateway.conftest import model, tokenizers  # noqa: F401 - fixtures
 from tests.gateway.house import CALLS, House
 from tests.gateway.test_doors import NO_KEYS
@@ -88,17 +88,17 @@ def test_what_a_class_shows_is_seen(tmp_path: Path) -> None:
     house = House(engine=engine, text=text, max_length=LENGTH, pictures=True)
     score = played(house, "tests.players.envs:Shown", {"max_turns": 3}, groups=2)
     assert score.played == 4 and set(score.last) == {2.0}
-    red, green = (seeing.picture(seeing.COLOURS[name]) for name in "rg")
+    red, green = (shown.picture(shown.COLOURS[name]) for name in "rg")
     for trajectory in (each for number in range(2) for each in made(house, number).trajectories):
         assert trajectory.pictures == (red, green) and len(trajectory.turns) == 2 and not trajectory.failure
 
 
 def test_a_task_is_told_in_the_parts_in_which_a_rollout_tells_it() -> None:
-    shown = Prompt(index=0, text=f"what is {PICTURE}", pictures=(b"a",))
-    assert shown.text is not None
-    (said,) = as_messages(shown)
+    prompt = Prompt(index=0, text=f"what is {PICTURE}", pictures=(b"a",))
+    assert prompt.text is not None
+    (said,) = as_messages(prompt)
     assert said["content"] == [{"type": "text", "text": "what is "}, {"type": "image", "image": b"a"}]
-    assert [part["type"] for part in said["content"]] == [part["type"] for part in in_parts(shown.text)]
+    assert [part["type"] for part in said["content"]] == [part["type"] for part in in_parts(prompt.text)]
     assert content_of([{"type": "text", "text": ""}, {"type": "text", "text": "a"}]) == "a"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import queue
 import time
 from typing import Any
@@ -25,10 +24,10 @@ from penstock.services.rollout.multi_turn import MultiTurn
 from penstock.services.rollout.single_turn import SingleTurn
 from penstock.services.turns.given import given_trajectory
 from penstock.services.turns.tokenizer import TextError, Tokenizer
-from tests import seeing
+from tests import seeing, shown
 from tests.trainer.test_seeing import scored
 
-RED, GREEN = (seeing.picture(seeing.COLOURS[name]) for name in "rg")
+RED, GREEN = (shown.picture(shown.COLOURS[name]) for name in "rg")
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +67,11 @@ def test_all_answers_show_what_their_prompt_does(engine: tuple[TorchEngine, Toke
 
 def test_a_group_has_each_picture_once(engine: tuple[TorchEngine, Tokenizer]) -> None:
     group = made(SingleTurn(*engine, max_length=96), engine[0], queue.Queue(), lease())
-    shown = [(), (RED, GREEN, RED), (GREEN,), (RED,)]
-    changed = [dataclasses.replace(t, pictures=each) for t, each in zip(group.trajectories, shown, strict=True)]
+    shows = [(), (RED, GREEN, RED), (GREEN,), (RED,)]
+    changed = [dataclasses.replace(t, pictures=each) for t, each in zip(group.trajectories, shows, strict=True)]
     packed = pack_group(Group(0, group.prompt, changed))
     assert packed.count(GREEN) == packed.count(RED) == 1
-    assert [t.pictures for t in unpack_group(packed).trajectories] == shown
+    assert [t.pictures for t in unpack_group(packed).trajectories] == shows
     fields = wire.unpack(packed)
     for odd in ({"shows": [[0], [2], [], []]}, {"pictures": [7]}, {"shows": [[0], [-1], [], []]}):
         with pytest.raises(ExperienceError):
@@ -92,38 +91,6 @@ def test_a_picture_behind_the_first_answer_is_given_with_the_last_turn_alone(
         given_trajectory(engine[1], prompt, "all", 0, 96)
 
 
-class Asking:
-    """Asks in words of its own, and shows what it has to show, each turn."""
-
-    def __init__(self, shows: str) -> None:
-        self._shows, self._turn = shows, 0
-
-    def reset(self, prompt: Prompt) -> Any:
-        import penstock
-
-        match self._shows:
-            case "row":
-                return f"see {PICTURE}"
-            case "own":
-                return penstock.Turn(f"see {PICTURE} or {PICTURE}", pictures=[RED, GREEN])
-        return "see nothing"
-
-    def step(self, answer: str) -> Any:
-        from PIL import Image
-
-        import penstock
-
-        self._turn += 1
-        if self._shows == "nothing":
-            return penstock.Turn("again ", reward=0.5)
-        image = Image.open(io.BytesIO(GREEN))
-        return penstock.Turn(
-            "look " if self._turn == 1 else f"and {PICTURE}then {PICTURE}",
-            0.5,
-            pictures=([image] if self._turn == 1 else [RED, RED]),
-        )
-
-
 @pytest.mark.parametrize(
     ("shows", "pictures", "chat"), [("row", 4, True), ("own", 5, False), ("own", 5, True), ("nothing", 0, False)]
 )
@@ -132,14 +99,14 @@ def test_what_an_environment_shows_is_seen_alike_by_engine_and_trainer(
 ) -> None:
     inbox: queue.Queue[object] = queue.Queue()
     told = {
-        "environment": "tests.rollout.test_seeing:Asking",
+        "environment": "tests.rollout.showing:Asking",
         "options": {"shows": shows},
         "max_turns": 3,
         "pictures": True,
     }
     leased = lease()
     if chat:
-        told["environment"] = "tests.rollout.test_seeing:AskingChat"
+        told["environment"] = "tests.rollout.showing:AskingChat"
     else:
         leased = leased.model_copy(update={"prompt": Prompt(index=3, text=f"{PICTURE}is", pictures=(RED,))})
     maker = MultiTurn(*engine, EnvironmentConfig.model_validate(told), 96, inbox.put)
@@ -160,36 +127,10 @@ def test_what_an_environment_shows_is_seen_alike_by_engine_and_trainer(
             assert np.abs(trajectory.logprobs[said] - values[said]).max() < 1e-5
 
 
-class AskingChat(Asking):
-    """The same, as messages."""
-
-    def reset(self, prompt: Prompt) -> Any:
-        import penstock
-
-        found = super().reset(prompt)
-        words = found if isinstance(found, str) else found.observation
-        pictures = () if isinstance(found, str) else found.pictures
-        return penstock.Turn([{"role": "user", "content": words}], pictures=pictures)
-
-
-class Endless(Asking):
-    """Shows until there is no room, or says what only pictures are."""
-
-    def reset(self, prompt: Prompt) -> Any:
-        return f"see {PICTURE}"
-
-    def step(self, answer: str) -> Any:
-        import penstock
-
-        if self._shows == "echo":
-            return penstock.Turn("you said <|image_pad|>")
-        return penstock.Turn("look ", 0.5, pictures=[GREEN])
-
-
 def test_an_observation_that_nobody_answers_takes_its_pictures_with_it(engine: tuple[TorchEngine, Tokenizer]) -> None:
     inbox: queue.Queue[object] = queue.Queue()
     told = {
-        "environment": "tests.rollout.test_seeing:Endless",
+        "environment": "tests.rollout.showing:Endless",
         "options": {"shows": "row"},
         "max_turns": 9,
         "pictures": True,
@@ -209,7 +150,7 @@ def test_an_observation_that_nobody_answers_takes_its_pictures_with_it(engine: t
 
 def test_a_pictures_own_token_in_words_costs_its_trajectory(engine: tuple[TorchEngine, Tokenizer]) -> None:
     inbox: queue.Queue[object] = queue.Queue()
-    told = {"environment": "tests.rollout.test_seeing:Endless", "options": {"shows": "echo"}}
+    told = {"environment": "tests.rollout.showing:Endless", "options": {"shows": "echo"}}
     maker = MultiTurn(*engine, EnvironmentConfig.model_validate(told), 96, inbox.put)
     leased = lease().model_copy(update={"prompt": Prompt(index=3, text=f"{PICTURE}is", pictures=(RED,))})
     try:
@@ -217,43 +158,6 @@ def test_a_pictures_own_token_in_words_costs_its_trajectory(engine: tuple[TorchE
     finally:
         maker.close()
     assert all("an observation cannot be used" in t.failure for t in group.trajectories)
-
-
-class Confused:
-    """Gives more than it has a place for."""
-
-    def step(self, answer: str) -> Any:
-        import penstock
-
-        return penstock.Turn(f"see {PICTURE}", pictures=[RED, GREEN])
-
-
-class Many:
-    """Asks of more pictures than its task has."""
-
-    def reset(self, prompt: Prompt) -> Any:
-        return f"see {PICTURE} or {PICTURE}"
-
-    def step(self, answer: str) -> Any:
-        raise AssertionError("it has not begun")
-
-
-class Late:
-    """Shows something, and nobody was told."""
-
-    def step(self, answer: str) -> Any:
-        import penstock
-
-        return penstock.Turn("see ", pictures=[RED])
-
-
-class Broken:
-    """Shows what is no picture."""
-
-    def step(self, answer: str) -> Any:
-        import penstock
-
-        return penstock.Turn("see ", pictures=[RED, b"no picture"])
 
 
 @pytest.mark.parametrize(
@@ -269,7 +173,7 @@ def test_a_picture_that_cannot_be_shown_costs_its_trajectory(
     engine: tuple[TorchEngine, Tokenizer], environment: str, told: bool, why: str
 ) -> None:
     inbox: queue.Queue[object] = queue.Queue()
-    config = EnvironmentConfig(environment=f"tests.rollout.test_seeing:{environment}", pictures=told)
+    config = EnvironmentConfig(environment=f"tests.rollout.showing:{environment}", pictures=told)
     maker = MultiTurn(*engine, config, 96, inbox.put)
     leased = lease().model_copy(update={"prompt": Prompt(index=3, text=f"{PICTURE}is", pictures=(RED,))})
     try:

@@ -29,10 +29,10 @@ from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.rank_setup import load_policy
 from penstock.services.turns.joining import join
 from penstock.services.turns.tokenizer import TextError, Tokenizer
-from tests import families, seeing
+from tests import families, seeing, shown
 
 CPU = torch.device("cpu")
-RED, GREEN = (seeing.picture(seeing.COLOURS[name], size) for name, size in (("r", (40, 56)), ("g", (32, 32))))
+RED, GREEN = (shown.picture(shown.COLOURS[name], size) for name, size in (("r", (40, 56)), ("g", (32, 32))))
 
 
 def asked(content: str, *pictures: bytes) -> Prompt:
@@ -134,7 +134,7 @@ def test_other_pictures_give_other_numbers_and_a_sampled_placeholder_shows_nothi
         one = Trajectory(every, mask, np.zeros(len(every), np.float32), versions, pictures=(picture,))
         return scored(model, [one])[0][-len(answer) :]
 
-    green, white = seen(GREEN), seen(seeing.picture(seeing.COLOURS["w"]))
+    green, white = seen(GREEN), seen(shown.picture(shown.COLOURS["w"]))
     assert len(resting_sight(model)) > 10
     assert np.isfinite(green).all() and np.abs(green - white).max() > 1e-4
     assert np.abs(seen(GREEN, answer[:3]) - green[:3]).max() < 1e-5
@@ -158,7 +158,7 @@ def test_a_groups_prompt_and_its_pictures_are_computed_once(tmp_path: Path) -> N
     seeing.write("qwen3_vl", tmp_path)
     model = load_model(str(tmp_path), "float32", CPU).eval()
     trajectories = sampled(tmp_path, PROMPTS, model)
-    other = replace(trajectories[2], pictures=(seeing.picture(seeing.COLOURS["b"], (40, 56)),))
+    other = replace(trajectories[2], pictures=(shown.picture(shown.COLOURS["b"], (40, 56)),))
     groups = [index // 3 for index in range(12)]
     sizes = [len(trajectory.tokens) for trajectory in trajectories]
     prompts = [int(np.flatnonzero(trajectory.loss_mask)[0]) for trajectory in trajectories[::3]]
@@ -226,14 +226,14 @@ def test_tokens_by_size_are_those_by_pixels(family: str, repeats: bool, tmp_path
     reader = PictureReader(str(tmp_path))
     assert reader._repeats == repeats
     for size in ((32, 32), (33, 47), (500, 31), (640, 480), (61, 611), (28, 28), (1000, 1000)):
-        picture = seeing.picture(seeing.COLOURS["r"], size)
+        picture = shown.picture(shown.COLOURS["r"], size)
         by_pixels = reader._read(reader.mark, [open_picture(picture)], add_special_tokens=False)
         assert reader.expansion(picture) == by_pixels
         text, seen = f"a{reader.framed_mark}b{reader.framed_mark}", [open_picture(picture)] * 2
         assert reader.encode(text, [picture] * 2, True).tolist() == reader._read(text, seen, add_special_tokens=False)
     if repeats:
         with pytest.raises(PictureError, match="cannot take the picture: .*aspect ratio"):
-            reader.expansion(seeing.picture(seeing.COLOURS["r"], (9000, 30)))
+            reader.expansion(shown.picture(shown.COLOURS["r"], (9000, 30)))
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
