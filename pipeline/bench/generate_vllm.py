@@ -22,8 +22,11 @@ from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.rollout.engines.base import Request
 from penstock.services.rollout.engines.vllm.engine import VllmEngine
 from penstock.services.runtime import logs
+from penstock.services.runtime.gpus import visible_gpus
 
 UPDATES = 15
+SHARE = 0.4
+"""Of a GPU, that each of the two engines has."""
 
 
 def bench(
@@ -52,6 +55,8 @@ def bench(
         if not model_path:
             model.save_pretrained(folder)
         options: dict[str, Any] = {} if (Path(path) / "tokenizer.json").is_file() else {"skip_tokenizer_init": True}
+        if visible_gpus():
+            options["gpu_memory_utilization"] = SHARE
         config = VllmEngineConfig(max_sequences=batch, max_length=PROMPT_TOKENS[1] + NEW_TOKENS[1], vllm=options)
         console.print("starting vLLM twice: ours, and a plain one", highlight=False)
         ours = VllmEngine(config, model.config, path, dtype, set(), Sampling(), threads)

@@ -13,6 +13,7 @@ from penstock.pipeline.resources.placement import place
 from penstock.pipeline.resources.shares import too_much
 from penstock.services.modeling.families import LINEAR, keeps_state
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
+from penstock.services.runtime.compiler import lacks_compiler
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import (
     VISIBLE,
@@ -59,6 +60,9 @@ def look(config: Config, report: Report) -> None:
             f"model.path: layers that keep a state are computed by torch's reference code here, many times slower than "
             f"by kernels; to have these, run: pip install {' '.join(slow)}"
         )
+    if gpus and (lacks := lacks_compiler()):
+        said = f"kernels for GPUs are compiled where they run, and here {lacks}"
+        report.notes += [f"{key}: {said}" for key in _compiling(config, devices)]
     if gpus:
         try:
             placed = place(config, gpus)
@@ -66,6 +70,16 @@ def look(config: Config, report: Report) -> None:
             report.notes += _used(placed, chosen)
         except ConfigError as error:
             report.here.append(str(error))
+
+
+def _compiling(config: Config, devices: Mapping[str, str]) -> list[str]:
+    """Keys of what asks Triton for kernels on the GPUs of this machine, of ``devices``."""
+    found = ["rollout.engine.type"] if "rollout.engine.type" in devices else []
+    learners = {"trainer": config.trainer, "critic": config.critic}
+    for name, learner in learners.items():
+        if devices.get(f"{name}.device", "cpu") != "cpu" and learner.optimizer.moments == "8bit":
+            found.append(f"{name}.optimizer.moments")
+    return found
 
 
 def _used(placed: Mapping[str, str], chosen: Mapping[str, Gpu]) -> list[str]:

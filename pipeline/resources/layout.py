@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.pipeline.config import Config
-from penstock.pipeline.resources.memory import VLLM_DEFAULT
+from penstock.services.rollout.config import VLLM_DEFAULT
 from penstock.services.trainer.config import TrainerConfig
 
 

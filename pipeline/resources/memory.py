@@ -19,12 +19,10 @@ from penstock.pipeline.resources.trainer_memory import (
 )
 from penstock.services.learning.config import LearnerConfig
 from penstock.services.modeling.decoder_shape import Shape
-from penstock.services.rollout.config import NoEngineConfig, PluginEngineConfig, TorchEngineConfig
+from penstock.services.rollout.config import VLLM_DEFAULT, NoEngineConfig, PluginEngineConfig, TorchEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.trainer.config import TrainerConfig
 
-VLLM_DEFAULT = 0.9
-"""What vLLM takes of a GPU unless it is told."""
 SHARE_STEP = 0.05
 """Shares that are proposed are multiples of it."""
 MAPPED_VERSIONS = 3

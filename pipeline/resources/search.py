@@ -19,7 +19,6 @@ from penstock.pipeline.resources.layout import Layout, seconds_of
 from penstock.pipeline.resources.loads import most_at_once
 from penstock.pipeline.resources.memory import (
     SHARE_STEP,
-    VLLM_DEFAULT,
     critic_of,
     embedded_gib,
     kv_tokens,
@@ -34,7 +33,7 @@ from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, forward_s, 
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.modeling.lengths import longest_sequence
-from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
+from penstock.services.rollout.config import VLLM_DEFAULT, TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime.gpu_kinds import MACHINE, Device
 from penstock.services.trainer.config import LoraConfig, TrainerConfig
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from penstock.pipeline.config import Config
 from penstock.pipeline.resources.memory import (
     SHARE_STEP,
-    VLLM_DEFAULT,
     critic_gib,
     embedded_gib,
     mapped_gib,
@@ -19,7 +18,7 @@ from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import is_guest
 from penstock.pipeline.resources.readers import reference_gib, scorer_gib
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
-from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
+from penstock.services.rollout.config import VLLM_DEFAULT, TorchEngineConfig, VllmEngineConfig
 
 UTILIZATION = "rollout.engine.vllm.gpu_memory_utilization"
 SEQUENCES = "rollout.engine.max_sequences"

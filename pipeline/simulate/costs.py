@@ -14,12 +14,12 @@ from pydantic import Field, ValidationError
 
 from penstock.pipeline.config import Config, ConfigError
 from penstock.pipeline.resources.loads import load_of
-from penstock.pipeline.resources.memory import VLLM_DEFAULT, trainer_of
+from penstock.pipeline.resources.memory import trainer_of
 from penstock.pipeline.resources.search import BANDWIDTH_SHARE, critic_times, reference_s, sequences
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, switch_s, train_s
 from penstock.pipeline.resources.trainer_memory import version_bytes
 from penstock.services.modeling.decoder_shape import Shape
-from penstock.services.rollout.config import PluginEngineConfig, VllmEngineConfig
+from penstock.services.rollout.config import VLLM_DEFAULT, PluginEngineConfig, VllmEngineConfig
 from penstock.services.runtime.gpu_kinds import Device
 from penstock.services.runtime.settings import Section
 

@@ -18,6 +18,7 @@ from rich.table import Column, Table
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.run.redis_server import find_server
 from penstock.services.runtime import allowance
+from penstock.services.runtime.compiler import lacks_compiler
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import cpu_only_reason, inventory, nccl_conflict, torch_cuda
 from penstock.services.runtime.install import install
@@ -88,6 +89,14 @@ def _examine_gpus(row: Callable[..., None]) -> None:
     built = torch_cuda()
     runs = f"driver {found.driver}, for CUDA {found.cuda[0]}.{found.cuda[1]} at most; torch is built for "
     row(reason is None, True, "CUDA", runs + (f"CUDA {built}" if built else "the CPU alone"), reason or "")
+    lacks = lacks_compiler()
+    row(
+        lacks is None,
+        False,
+        "C compiler",
+        "lacking" if lacks else "there",
+        f"vLLM compiles kernels for GPUs, and here {lacks}",
+    )
     conflict = nccl_conflict()
     row(conflict is None, True, "NCCL", "one" if conflict is None else "two", conflict or "")
 

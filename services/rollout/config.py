@@ -118,6 +118,9 @@ HTTP_LENGTH, HTTP_SEQUENCES = 2048, 256
 """``options.max_length`` and ``options.max_sequences`` of these, where nothing else is said."""
 
 
+VLLM_DEFAULT = 0.9
+"""What vLLM takes of a GPU where `vllm` names no gpu_memory_utilization: it is told so, since its own default changes
+with its versions, and the planner counts on it."""
 VLLM_LORA = ("enable_lora", "max_loras", "max_lora_rank", "load_format")
 """Engine arguments of vLLM that follow from an adapter that lies beside the model."""
 

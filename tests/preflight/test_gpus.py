@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -186,6 +187,24 @@ def test_a_gpu_that_somebody_uses_is_told_of(nvml: FakeNvml, monkeypatch: pytest
     report = Report()
     gpus.look(small(), report)
     assert not [note for note in report.notes if "somebody uses" in note]
+
+
+def test_who_compiles_kernels_is_told_what_is_lacking_for_it(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would end minutes after its start with the exit code of a gcc."""
+
+    def told(*overrides: str) -> list[str]:
+        report = Report()
+        gpus.look(small(*overrides), report)
+        return [note.partition(":")[0] for note in report.notes if "are compiled" in note and "python3-dev" in note]
+
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(Path(__file__).parent)})
+    assert told() == ["rollout.engine.type"], "there is no Python.h"
+    moments = "trainer.optimizer.moments=8bit"
+    assert told(moments) == ["rollout.engine.type", "trainer.optimizer.moments"]
+    assert told("rollout.engine={type: torch}") == told(moments, "run.elsewhere=[rollout, trainer]") == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert told() == []
 
 
 def test_two_nccls_in_one_folder_are_an_error(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:

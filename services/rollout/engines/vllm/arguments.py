@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import Any
 
-from penstock.services.rollout.config import VllmEngineConfig
+from penstock.services.rollout.config import VLLM_DEFAULT, VllmEngineConfig
 from penstock.services.rollout.engines.vllm.plugin import ADAPTER, BACKEND, OURS
 from penstock.services.runtime import allowance, own_code
 from penstock.services.runtime.errors import SetupError
@@ -138,10 +138,12 @@ def engine_arguments(
             )
         if os.environ.setdefault(RUNNER, "1") != "1":
             raise SetupError(f"rollout.sampling.routing_replay: with {RUNNER}={os.environ[RUNNER]} none is recorded")
-    if not current_platform.is_cpu() and config.max_sequences >= BATCHED_TOKENS:  # each wants a token of a step
-        arguments.setdefault("max_num_batched_tokens", 2 * config.max_sequences)
     if current_platform.is_cpu():
         _set_for_cpu(arguments, config, kv_token_bytes, recurrent)
+    else:
+        arguments.setdefault("gpu_memory_utilization", VLLM_DEFAULT)
+        if config.max_sequences >= BATCHED_TOKENS:  # each wants a token of a step
+            arguments.setdefault("max_num_batched_tokens", 2 * config.max_sequences)
     try:
         return AsyncEngineArgs(**arguments)
     except (TypeError, ValueError) as error:
