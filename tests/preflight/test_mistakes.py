@@ -663,8 +663,6 @@ def lay_out(folder: Path, mistake: Mistake) -> list[str]:
 LOADING_S = 4.0
 AT_ONCE = (
     "an unknown key",
-    "a file that is not there",
-    "a reward that raises",
     "a loss with a bug",
     "several mistakes",
 )
@@ -682,9 +680,22 @@ def slowness() -> float:
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    server = ForkServer(tmp_path_factory.mktemp("forks") / "forkserver.stderr")
+    folder = tmp_path_factory.mktemp("forks")
+    (folder / "sitecustomize.py").write_text("import datasets\n")  # which nearly every look would load by itself
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        server = ForkServer(folder / "forkserver.stderr")
     yield server
     server.close()
+
+
+def forked(forks: ForkServer, folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
+    """Exit code, and what was said, of penstock with these ``arguments``, from ``folder``, where we are."""
+    with (folder / "said").open("w+b") as output:
+        env = {**os.environ, **WITHOUT, **environment}
+        done = forks.fork(penstock(*arguments), env, output, with_parent=False)
+        done.stdin.close()
+        return done.wait(60), (folder / "said").read_text()
 
 
 def check(folder: Path, mistake: Mistake, code: int, said: str) -> None:
@@ -699,12 +710,7 @@ def test_it_is_told_with_its_key_and_a_way_out(
     tmp_path: Path, mistake: Mistake, forks: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments = lay_out(tmp_path, mistake)
-    with (tmp_path / "said").open("w+b") as output:
-        done = forks.fork(penstock("run", *arguments), {**os.environ, **WITHOUT}, output, with_parent=False)
-        done.stdin.close()
-        code = done.wait(60)
-        said = (tmp_path / "said").read_text()
+    code, said = forked(forks, tmp_path, "run", *lay_out(tmp_path, mistake))
     sys.stdout.write(f"\n{code}  {mistake.name}: {said.strip()}\n")
     check(tmp_path, mistake, code, said)
 
@@ -718,26 +724,34 @@ def test_it_is_told_at_once(tmp_path: Path, name: str, slowness: float) -> None:
     assert cpu_s < CPU_S * slowness
 
 
-def test_a_dry_run_tells_the_same_and_starts_nothing(tmp_path: Path) -> None:
-    mistake = Mistake("", (), (REWARD.format("mine:raises"),))
-    done, _ = run(tmp_path, *lay_out(tmp_path, mistake), "--dry-run")
-    assert done.returncode == 2 and "mine:raises, called on row 0" in done.stderr
-    assert "# prompts.train: 2 rows" in done.stdout and "\nmodel:" not in done.stdout, "what is wrong is not to be lost"
-    good, _ = run(tmp_path, "config.yaml", "--dry-run", REWARD.format("mine:good"))
-    assert good.returncode == 0 and "# prompts.train: 2 rows; row 0: '1+1='" in good.stdout
+def test_a_dry_run_tells_the_same_and_starts_nothing(
+    tmp_path: Path, forks: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lay_out(tmp_path, Mistake("", (), ()))
+
+    def dry(override: str, code: int = 0) -> str:
+        found, said = forked(forks, tmp_path, "run", "config.yaml", "--dry-run", override)
+        assert found == code, said
+        return said
+
+    wrong = dry(REWARD.format("mine:raises"), 2)
+    assert "mine:raises, called on row 0" in wrong
+    assert "# prompts.train: 2 rows" in wrong and "\nmodel:" not in wrong, "what is wrong is not to be lost"
+    good = dry(REWARD.format("mine:good"))
+    assert "# prompts.train: 2 rows; row 0: '1+1='" in good
     gave = "# reward.functions.0: mine:good, called on row 0, gave 1 for the truth, 0 for 'I think the answer is 42.'"
-    assert gave in good.stdout and "\nmodel:" in good.stdout
-    assert "model.warm_start: 2 of the first 2 answers have less than 3 characters" in good.stdout
-    played, _ = run(tmp_path, "config.yaml", "--dry-run", "rollout.environment={environment: 'mine:Guess'}")
+    assert gave in good and "\nmodel:" in good
+    assert "model.warm_start: 2 of the first 2 answers have less than 3 characters" in good
+    played = dry("rollout.environment={environment: 'mine:Guess'}")
     for words in (
         "step('2'), on row 0, gave a reward of 0.5 and ended the task",
         "step('I think the answer is 42.'), on row 0, gave a reward of 0 and went on: '<unk>oo low'",
         "says characters that the tiny model does not know, and reads as <unk>: 'T'; it knows a-z",
     ):
-        assert f"rollout.environment: mine:Guess: {words}" in played.stdout
-    assert "tried twice" not in played.stdout
-    elsewhere, _ = run(tmp_path, "config.yaml", "--dry-run", "trainer.device=cuda")
-    assert elsewhere.returncode == 0 and "# on this machine: trainer.device: cuda" in elsewhere.stdout
+        assert f"rollout.environment: mine:Guess: {words}" in played
+    assert "tried twice" not in played
+    assert "# on this machine: trainer.device: cuda" in dry("trainer.device=cuda")
     assert not (tmp_path / "runs").exists()
 
 
@@ -755,34 +769,33 @@ def test_what_is_given_is_tried_on_no_reward_but_what_is_evaluated(
         f"prompts.train={{type: hub, path: json, files: [given.jsonl], {rows}}}", "trainer.algorithm.preset=sft",
         "model.warm_start.steps=0", *(evaluated if held_out else ["rollout.engine.type=none"]),
     ]  # fmt: skip
-    with Path("said").open("w+b") as output:
-        command = penstock("run", "config.yaml", "--dry-run", *overrides)
-        done = forks.fork(command, {**os.environ, **WITHOUT}, output, with_parent=False)
-        done.stdin.close()
-        assert done.wait(60) == 0, Path("said").read_text()
-    assert ("exact_match, called on row 0, gave 1 for the truth" in Path("said").read_text()) == held_out
+    code, said = forked(forks, tmp_path, "run", "config.yaml", "--dry-run", *overrides)
+    assert code == 0 and ("exact_match, called on row 0, gave 1 for the truth" in said) == held_out, said
 
 
-def test_prepare_tells_what_is_lacking_and_refuses_a_package_that_an_image_lacks(tmp_path: Path) -> None:
+def test_prepare_tells_what_is_lacking_and_refuses_a_package_that_an_image_lacks(
+    tmp_path: Path, forks: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     lay_out(tmp_path, Mistake("", (), ()))
     if importlib.util.find_spec("mlflow"):
         pytest.skip("mlflow is installed")
     given = [REWARD.format("mine:good"), "run.trackers=[mlflow]", "trainer.device=cuda"]
 
-    def prepare(*more: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        command = penstock("prepare", "config.yaml", *given, *more, "--folder", "made", "--tell")
-        env = {**os.environ, **WITHOUT, **environment}
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    def prepare(*more: str, **environment: str) -> tuple[int, str]:
+        return forked(
+            forks, tmp_path, "prepare", "config.yaml", *given, *more, "--folder", "made", "--tell", **environment
+        )
 
-    refused = prepare(PENSTOCK_ONE_PER_HOST="1")
+    code, refused = prepare(PENSTOCK_ONE_PER_HOST="1")
     wanted = "run.trackers: mlflow is not installed; run: PENSTOCK_EXTRAS=mlflow docker compose build"
-    assert refused.returncode == 2 and wanted in refused.stderr and not (tmp_path / "made" / "config.yaml").exists()
-    assert "Traceback" not in refused.stderr and len(refused.stderr.splitlines()) < 12
+    assert code == 2 and wanted in refused and not (tmp_path / "made" / "config.yaml").exists()
+    assert "Traceback" not in refused and len(refused.splitlines()) < 12
     prepare("reward.functions=[{function: 'mine:none'}]", PENSTOCK_ONE_PER_HOST="1")
     with pytest.raises(FailedError, match="mine:none"):  # at once, who waits to join it; of the last try
         join(Console(), tmp_path / "made", "rollout", None, "here", 60.0, [])
-    done = prepare()
-    assert done.returncode == 0, done.stderr
+    code, said = prepare()
+    assert code == 0, said
     assert came_to(tmp_path / "made") is None, "mended, it begins"
     for lack in ("run.trackers: mlflow is not installed", "trainer.device: cuda is asked for"):
-        assert f"note: on this machine: {lack}" in done.stderr
+        assert f"note: on this machine: {lack}" in said
