@@ -158,7 +158,7 @@ class LearnerConfig(Section):
     expert_parallel: int = Field(1, ge=1)
     """Ranks that share the experts of each layer, in a mixture of experts, e.g. ``8``: tokens travel to the experts
     that they chose, and what is gathered of a layer's experts is an eighth. It must divide the experts, and `ranks` /
-    `replicas` / `tensor_parallel`."""
+    `replicas` / `tensor_parallel` / `pipeline_parallel`."""
     pipeline_parallel: int = Field(1, ge=1)
     """Stages that the layers are dealt over, e.g. ``2``: each on `ranks` of its own, which hand every micro-batch on to
     the next; all that is cut over ranks is cut over those of one stage. For ranks on several machines: between stages
