@@ -232,14 +232,15 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     """The processes that say how good an answer is."""
     reference: ReferenceConfig = ReferenceConfig()
-    """The processes that run a frozen model, for the KL penalty."""
+    """Processes that run a frozen model, for the KL penalty or to teach."""
     gateway: GatewayConfig = GatewayConfig()
     """The processes that agents outside the pipeline speak to."""
     critic: CriticConfig = CriticConfig()
     """PPO's critic: the process that learns what is still to be won."""
     scorers: dict[str, ScorerConfig] = {}
-    """Scorers of your own, by name. Each adds columns to finished groups, which a loss, an advantage or a reward
-    function may read, e.g. ``{surprise: {scorer: "my_module:Surprise", columns: {surprise: token}}}``."""
+    """Scorers by name: classes of your own, reward models and teachers. Each adds columns to finished groups, which a
+    loss, an advantage or a reward may read, e.g. ``{surprise: {scorer: "my_module:Surprise", columns: {surprise:
+    token}}}``."""
     trainer: TrainerConfig = TrainerConfig()
     """The process that learns: algorithm, optimizer, checkpoints."""
     weights: WeightsConfig = WeightsConfig()

@@ -116,8 +116,8 @@ class CustomData(Section):
 
 
 class NumbersData(Section):
-    """Nothing but numbers: for agents that have tasks of their own, and take the row's number to choose one, so that a
-    group's sessions have the same. ``penstock play`` does."""
+    """Nothing but numbers: for agents, environments and classes of tools that have tasks of their own, and take the
+    row's number to choose one, so that a group has the same. ``penstock play`` does."""
 
     type: Literal["numbers"] = "numbers"
     size: int = Field(10_000, ge=1)

@@ -38,7 +38,7 @@ BUILT_IN = {
 
 
 class ScorerConfig(Section):
-    """A scorer of your own: a process that adds columns to every finished group."""
+    """A scorer: processes that add columns to finished groups, by a class of your own or one that is built in."""
 
     scorer: str
     """``module:Class`` with a method ``score_group(group, columns)`` that returns a map from column to values
