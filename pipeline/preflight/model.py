@@ -211,13 +211,16 @@ def _check_vllm(path: str, config: Config, report: Report) -> None:
     if not served and not isinstance(engine, VllmEngineConfig):
         return
     model = load_config(path)
-    beside = isinstance(engine, VllmEngineConfig) and engine.adapter == "beside"
-    if model.model_type in UNFILLED and experts_of(model.get_text_config()) and not beside:
+    experts = experts_of(model.get_text_config())
+    if model.model_type in UNFILLED and experts:
         raise SetupError(
-            f"rollout.engine.{'name: the server of vLLM' if served else 'type: vLLM'} cannot be sent whole versions of "
+            f"rollout.engine.{'name: the server of vLLM' if served else 'type: vLLM'} cannot be sent versions of "
             f"{path} ({model.model_type}), whose experts it reads by other names or ways; take "
-            "rollout.engine.type=torch, or, with rollout.engine.type=vllm, train an adapter that it lays beside the "
-            "model (trainer.lora.publish=adapter, rollout.engine.adapter=beside)"
+            "rollout.engine.type=torch"
+        )
+    if experts and isinstance(engine, VllmEngineConfig) and engine.adapter == "beside":
+        raise SetupError(
+            f"rollout.engine.adapter: beside is not for mixtures of experts, such as {path}; set it to merged"
         )
     if served:
         return

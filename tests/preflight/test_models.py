@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GptOssConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GptOssConfig, Qwen3MoeConfig
 
 from penstock.pipeline.config import Config, load
 from penstock.pipeline.models import make_tiny as making
@@ -83,7 +83,7 @@ def test_a_mixture_that_vllm_cannot_be_filled_with_is_named(tmp_path: Path) -> N
     GptOssConfig(num_local_experts=2).save_pretrained(tmp_path)
     told = {"model": {"type": "pretrained", "path": str(tmp_path)}, "prompts": {"train": {"type": "sort"}}}
     whole = Config.model_validate(told | {"rollout": {"engine": {"type": "vllm"}}})
-    with pytest.raises(SetupError, match=r"vLLM cannot be sent whole versions of .* \(gpt_oss\)"):
+    with pytest.raises(SetupError, match=r"vLLM cannot be sent versions of .* \(gpt_oss\)"):
         models._check_vllm(str(tmp_path), whole, Report())
     served = {"type": "plugin", "name": "openai", "options": {"url": "http://a", "folder": "v"}}
     with pytest.raises(
@@ -92,9 +92,15 @@ def test_a_mixture_that_vllm_cannot_be_filled_with_is_named(tmp_path: Path) -> N
         models._check_vllm(str(tmp_path), Config.model_validate(told | {"rollout": {"engine": served}}), Report())
     served["options"]["load"] = [{"path": "/load", "body": {"from": "{folder}"}}]  # a server of another make
     models._check_vllm(str(tmp_path), Config.model_validate(told | {"rollout": {"engine": served}}), Report())
+    models._check_vllm(str(tmp_path), Config.model_validate(told), Report())
     beside = {"rollout": {"engine": {"type": "vllm", "adapter": "beside"}}, "trainer": {"lora": {"publish": "adapter"}}}
-    for other in (beside, {}):
-        models._check_vllm(str(tmp_path), Config.model_validate(told | other), Report())
+    with pytest.raises(SetupError, match=r"vLLM cannot be sent versions of .* take rollout\.engine\.type=torch$"):
+        models._check_vllm(str(tmp_path), Config.model_validate(told | beside), Report())
+    Qwen3MoeConfig().save_pretrained(tmp_path)
+    with pytest.raises(
+        SetupError, match=r"engine\.adapter: beside is not for mixtures of experts, .*set it to merged$"
+    ):
+        models._check_vllm(str(tmp_path), Config.model_validate(told | beside), Report())
 
 
 def test_who_is_shown_pictures_sees_as_the_policy_does(policy: Path, tmp_path: Path) -> None:
