@@ -115,7 +115,7 @@ def test_gpus_are_reserved_where_they_are_used(name: str) -> None:
         assert "shm:/dev/shm" in service["volumes"]
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda file: file.stem)
 def test_an_image_has_what_a_config_needs(file: Path) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
@@ -129,7 +129,9 @@ def test_an_image_has_what_a_config_needs(file: Path) -> None:
     assert (config.trainer.lora is not None) == (set(extras["lora"]) <= packages(needs))
     gpu = isinstance(config.rollout.engine, VllmEngineConfig)
     (held,) = re.findall(r"^[\w,-]+", FILE["x-gpu" if gpu else "x-cpu"]["build"]["args"]["EXTRAS"])
-    told = re.search(rf"`configs/{file.name}` wants `PENSTOCK_EXTRAS=([\w,-]+)`", (ROOT / "docs/deploy.md").read_text())
+    told = re.search(
+        rf"`{file.relative_to(ROOT)}` wants `PENSTOCK_EXTRAS=([\w,-]+)`", (ROOT / "docs/deploy.md").read_text()
+    )
     assert not packages(needs) - packages(f"{held},{told[1]}" if told else held)
 
 
