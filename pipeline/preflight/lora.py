@@ -54,6 +54,9 @@ def _fits(folder: Path, lora: AdapterConfig, dtype: str, key: str = "trainer.lor
         if not (folder / name).is_file():
             raise SetupError(f"{key}.start: {folder} has no {name}, so it is no adapter in peft's layout")
     found = read_shape(folder, f"{key}.start")
+    if found.valued != (key == "critic.lora"):
+        whose, wanted = ("critic", "policy") if found.valued else ("policy", "critic")
+        raise SetupError(f"{key}.start: the adapter in {folder} is a {whose}'s; name a {wanted}'s, or leave it out")
     if found.quantize and found.quantize != lora.quantize:  # one of peft's own says nothing of it
         raise SetupError(
             f"{key}.quantize: the adapter in {folder} was trained beside a model in 4 bits; set it to {found.quantize}"
