@@ -20,12 +20,14 @@ from penstock.pipeline.preflight.lora import _fits
 from penstock.pipeline.resources.model_files import read_config
 from penstock.pipeline.tools.merge import merge
 from penstock.services.learning import checkpoint
-from penstock.services.modeling.adapter_files import FILE
+from penstock.services.modeling.adapter_files import FILE, read_shape
 from penstock.services.modeling.load import load_model
 from penstock.services.modeling.lora import Adapter, Merged, adapted_layers
 from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer.config import LoraConfig
 from penstock.services.trainer.learner import Learner
+from tests.critic.test_learner import valued
+from tests.critic.test_lora import critic_of
 from tests.trainer.rank_program import a_model
 from tests.trainer.steps import Tokenizer, a_step
 from tests.trainer.test_lora import CPU, learner, logits, published
@@ -192,3 +194,19 @@ def test_the_plan_counts_what_the_code_allocates(tmp_path: Path) -> None:
     given = [f"model.path={tmp_path}", "trainer.ranks=2", "trainer.lora.rank=64", "trainer.lora.quantize=nf4"]
     for found in compare(path, given):
         assert found.plan == pytest.approx(found.peak, rel=0.1), found.process
+
+
+def test_a_critic_learns_beside_matrices_in_4_bits_and_goes_on_so(start: Path, tmp_path: Path) -> None:
+    critic = critic_of(start, quantize="nf4")
+    assert sum(isinstance(module, FourBitLinear) for module in critic.model.modules()) == 14
+    losses = [critic.train(valued(critic, a_step(0)))["critic_loss"] for _ in range(20)]
+    assert losses[-1] < 0.6 * losses[0]
+    saver = checkpoint.Saver(critic, Tokenizer(), tmp_path / "checkpoints", keep=1)
+    path = saver.begin().result()
+    saver.close()
+    assert read_shape(path, "").quantize == "nf4"
+    again = critic_of(start, path, quantize="nf4")
+    checkpoint.restore(again, path)
+    for each in (critic, again):
+        each.train(valued(each, a_step(4)))
+    assert all(torch.equal(again.parameters[name], value) for name, value in critic.parameters.items())
