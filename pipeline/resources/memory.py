@@ -21,7 +21,7 @@ from penstock.services.learning.config import LearnerConfig
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.rollout.config import VLLM_DEFAULT, NoEngineConfig, PluginEngineConfig, TorchEngineConfig
 from penstock.services.runtime import registry
-from penstock.services.trainer.config import TrainerConfig
+from penstock.services.trainer.config import LoraConfig, TrainerConfig
 
 SHARE_STEP = 0.05
 """Shares that are proposed are multiples of it."""
@@ -328,8 +328,10 @@ def trainer_of(config: Config) -> TrainerConfig:
 def critic_of(config: Config) -> TrainerConfig:
     """A trainer that is cut and spares memory as the critic's ranks do."""
     critic = config.critic.pinned() if config.run.deterministic else config.critic
-    given = {name: getattr(critic, name) for name in LearnerConfig.model_fields}
-    return TrainerConfig(**given | {"lora": critic.lora.model_dump() if critic.lora else None})
+    given = {name: getattr(critic, name) for name in LearnerConfig.model_fields if name != "lora"}
+    # What is said of a policy's adapter is not asked of this one.
+    lora = LoraConfig.model_construct(**critic.lora.model_dump()) if critic.lora else None
+    return TrainerConfig(**given).model_copy(update={"lora": lora})
 
 
 def kv_tokens(

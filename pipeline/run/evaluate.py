@@ -16,7 +16,7 @@ from penstock.pipeline.config.load import as_overrides
 from penstock.pipeline.config.origin import key_of
 from penstock.pipeline.report.console import print_findings
 from penstock.pipeline.run.start import start
-from penstock.pipeline.tools.merge import adapter_of
+from penstock.pipeline.tools.merge import adapter_of, is_critic
 from penstock.services.modeling.adapter_files import AdapterShape
 from penstock.services.runtime.user_folders import find_folder
 
@@ -31,6 +31,8 @@ def evaluate(console: Console, checkpoint: str, file: Path, overrides: list[str]
         raise ConfigError("prompts.eval: there is nothing to evaluate on; name a data source, e.g. {type: sort}")
     path = str(find_folder(checkpoint) or checkpoint)
     about = adapter_of(Path(path))
+    if about.valued if about else is_critic(Path(path)):
+        raise ConfigError(f"CHECKPOINT: {path} is a critic, which answers nothing; give a policy's")
     model: dict[str, Any] = {"type": "pretrained", "path": about.base if about else path, "dtype": config.model.dtype}
     model["head_dtype"] = config.model.head_dtype
     if isinstance(config.model, PretrainedModel):  # its prompts are told as they were when it was trained
@@ -52,8 +54,6 @@ def _adapter(about: AdapterShape | None, path: str) -> dict[str, Any] | None:
     """`trainer.lora` that is as the adapter in ``path``: the trainer merges it into what it publishes."""
     if about is None:
         return None
-    if about.valued:
-        raise ConfigError(f"CHECKPOINT: {path} is a critic's adapter, which answers nothing; give one of a policy")
     own = ("rank", "alpha", "targets", "variant", "quantize")
     return {name: value for name in own if (value := getattr(about, name)) is not None} | {"start": path}
 

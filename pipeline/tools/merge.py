@@ -26,9 +26,11 @@ def adapter_of(checkpoint: Path) -> AdapterShape | None:
     found = read_shape(checkpoint, "CHECKPOINT")
     if not found.base:
         raise ConfigError(f"CHECKPOINT: {checkpoint / CONFIG} does not say what model it is for")
-    run = checkpoint.resolve().parents[2 if found.valued else 1]  # NAME/critic/checkpoints/step-…, without critic/
+    run = checkpoint.resolve().parent.parent
+    run = run.parent if found.valued else run  # NAME/critic/checkpoints/step-…
     beside = run / "model"  # of a tiny model, whose run's folder may have been moved
-    if Path(found.base).name == "model" and (beside / "config.json").is_file():
+    elsewhere = found.valued and Path(found.base).is_dir()  # a critic may have begun as another run's model
+    if Path(found.base).name == "model" and (beside / "config.json").is_file() and not elsewhere:
         return replace(found, base=str(beside))  # where it was may be another run's by now
     if not Path(found.base).is_absolute() or Path(found.base).is_dir():
         return found
@@ -88,7 +90,7 @@ def _write_merged(checkpoint: Path, about: AdapterShape | None, out: Path, dtype
 
     disable_progress_bar()
     path = about.base if about else str(checkpoint)
-    valued = about.valued if about else _is_valued(checkpoint)
+    valued = about.valued if about else is_critic(checkpoint)
     head: Head = "value" if valued else "language"
     merged: Any = load_model(path, "float32" if about else dtype, torch.device("cpu"), "CHECKPOINT", head)
     if about:
@@ -110,9 +112,12 @@ def _write_merged(checkpoint: Path, about: AdapterShape | None, out: Path, dtype
     tokenizer.save_pretrained(out)
 
 
-def _is_valued(checkpoint: Path) -> bool:
-    """It is a whole critic's."""
-    told = json.loads((checkpoint / "config.json").read_text()).get("architectures") or [""]
+def is_critic(checkpoint: Path) -> bool:
+    """It is a whole critic, with a head of values."""
+    try:
+        told = json.loads((checkpoint / "config.json").read_text()).get("architectures") or [""]
+    except OSError:  # of a hub name
+        return False
     return str(told[0]).endswith("ForTokenClassification")
 
 

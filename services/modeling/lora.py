@@ -93,6 +93,7 @@ def inject(model: Any, adapter: Adapter, base: str) -> None:
         inject_adapter_in_model(config, model)
     except ValueError as error:  # one that cannot be adapted
         raise SetupError(f"{adapter.key}.targets: {' '.join(str(error).split())[:300]}") from error
+    model.penstock_adapter_key = adapter.key
     model.peft_config[NAME].modules_to_save = heads or None  # what peft calls such layers, in its files too
     for name, layer in model.named_modules():
         if not hasattr(layer, "lora_A"):
@@ -249,6 +250,8 @@ def _read(model: Any, folder: Path, key: str) -> None:
                         f"this adapter's has {tuple(parameter.shape)}"
                     )
                 _mine(parameter).copy_(_mine(like(parameter, found)))
+    except SetupError:
+        raise
     except (OSError, ValueError, SafetensorError) as error:
         raise SetupError(f"{key}: cannot read {folder / FILE}: {error}") from error
 
@@ -329,9 +332,10 @@ class Adapted:
             names = (f"{prefix}.{name}".lstrip(".") for name in module._parameters)
             self._whole |= {name: parameters[name] for name in names if name in parameters and not is_adapters(name)}
         if tied := self._layers.keys() - self._whole.keys():
+            name, key = min(tied).removesuffix(".base_layer.weight"), model.penstock_adapter_key
             raise SetupError(
-                f"trainer.lora.targets: {min(tied).removesuffix('.base_layer.weight')} shares its matrix with another "
-                "layer (tie_word_embeddings), which would change with it; name other layers"
+                f"{key}.targets: {name} shares its matrix with another layer (tie_word_embeddings), which would change "
+                "with it; name other layers"
             )
         self.alone: dict[str, torch.Tensor | Scaled] = {}
         """The adapter, by the names that `whole_weights` knows, which makes the same of it."""

@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
-from transformers import AutoModelForTokenClassification
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForTokenClassification, Qwen3Config, Qwen3ForCausalLM
 
-from penstock.pipeline.config import load
+from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.pipeline.preflight.lora import look
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources.host import host_needs
 from penstock.pipeline.resources.memory import critic_gib
+from penstock.pipeline.run.evaluate import evaluate
 from penstock.pipeline.tools.merge import merge
 from penstock.services.critic.config import CriticConfig
 from penstock.services.critic.learner import CriticLearner
@@ -27,8 +29,10 @@ from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import GIB
+from tests.conftest import TINY
 from tests.critic.test_learner import CPU, policy, valued
-from tests.e2e.runs import ROOT
+from tests.critic.test_learner import critic_of as whole_critic_of
+from tests.e2e.runs import QUICKSTART, ROOT
 from tests.trainer.steps import a_step
 
 __all__ = ["policy"]
@@ -73,8 +77,7 @@ def test_a_checkpoint_goes_on_as_it_was_and_is_pefts_own(policy: Path, tmp_path:
 
     base = AutoModelForTokenClassification.from_pretrained(policy, num_labels=1)
     merge(path, tmp_path / "merged")
-    merge(tmp_path / "merged", tmp_path / "again")  # a whole critic
-    whole = AutoModelForTokenClassification.from_pretrained(tmp_path / "again")
+    whole = AutoModelForTokenClassification.from_pretrained(tmp_path / "merged")
     step = a_step(5)
     values = critic_of(policy, path).values(step)
     assert any(each.any() for each in values)
@@ -86,11 +89,30 @@ def test_a_checkpoint_goes_on_as_it_was_and_is_pefts_own(policy: Path, tmp_path:
             torch.testing.assert_close(torch.from_numpy(mine)[1:], wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_mistake_names_the_critics_key(policy: Path) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_whole_critic_is_merged_with_its_head_and_is_nothing_to_evaluate(tied: bool, tmp_path: Path) -> None:
+    Qwen3ForCausalLM(Qwen3Config(**TINY | {"tie_word_embeddings": tied})).save_pretrained(tmp_path / "policy")
+    learner = whole_critic_of(tmp_path / "policy")
+    learner.train(valued(learner, a_step(0)))
+    saver = checkpoint.Saver(learner, make_tokenizer(set("ab")), tmp_path / "checkpoints", 2)
+    path = saver.begin().result()
+    saver.close()
+    merge(path, tmp_path / "merged")
+    found = AutoModelForTokenClassification.from_pretrained(tmp_path / "merged")
+    assert torch.equal(found.score.weight, learner.parameters["score.weight"]) and found.score.weight.any()
+    with pytest.raises(ConfigError, match="is a critic, which answers nothing"):
+        evaluate(Console(), str(path), QUICKSTART, [])
+
+
+def test_a_mistake_names_the_critics_key(policy: Path, tmp_path: Path) -> None:
+    (adapter := tmp_path / "adapter").mkdir()
+    (adapter / "adapter_config.json").write_text('{"r": 4}')
+    save_file({}, adapter / "adapter_model.safetensors")
     for lora, said in (
         ({"targets": ["nothing"]}, r"critic\.lora\.targets: no layer is called nothing; linear ones are .*down_proj"),
         ({"targets": ["score"]}, r"critic\.lora\.targets: score, the head, learns whole"),
         ({"targets": ["q_proj"], "exclude": ["q_proj"]}, r"critic\.lora\.exclude: nothing is left"),
+        ({"saved": adapter}, r"^critic\.lora: [^:]*safetensors has no .*lora_A\.weight: other targets"),
     ):
         with pytest.raises(SetupError, match=said):
             critic_of(policy, **lora)
@@ -105,5 +127,7 @@ def test_it_needs_the_memory_of_what_learns() -> None:
     configs = [load(CONFIGS / "grpo-8b.yaml", [*given, *more]) for more in ([], ["critic.lora.rank=16"])]
     whole, adapted = (critic_gib(config, 80.0) for config in configs)
     assert whole and adapted and 8.2 * 2 < adapted * GIB / 1e9 < 30 < 8.2 * 16 < whole * GIB / 1e9
+    odd = "critic.lora={targets: ['*'], exclude: [score], quantize: nf4}"  # would have a policy's head among them
+    assert (critic_gib(load(CONFIGS / "grpo-8b.yaml", [*given, odd]), 80.0) or 99) < adapted
     needs = [host_needs(config) for config in configs]
     assert needs[0] and needs[1] and needs[1].critic < 0.05 * needs[0].critic

@@ -174,7 +174,8 @@ def cut_stages(model: Any, world: World, dtype: torch.dtype) -> None:
             if child is not base and not (tied and stage.first):
                 setattr(model, name, _Elsewhere())
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        key = "trainer.lora.targets has" if hasattr(model, "peft_config") else "trainer.freeze leaves"
+        adapts = getattr(model, "penstock_adapter_key", None)
+        key = f"{adapts}.targets has" if adapts else "trainer.freeze leaves"
         raise SetupError(
             f"pipeline_parallel={count}: {key} nothing in layers {first} to {end - 1}, which are a stage; name others, "
             "or set it to 1"
