@@ -238,9 +238,8 @@ class Config(Section):
     critic: CriticConfig = CriticConfig()
     """PPO's critic: the process that learns what is still to be won."""
     scorers: dict[str, ScorerConfig] = {}
-    """Scorers by name: classes of your own, reward models and teachers. Each adds columns to finished groups, which a
-    loss, an advantage or a reward may read, e.g. ``{surprise: {scorer: "my_module:Surprise", columns: {surprise:
-    token}}}``."""
+    """Scorers by name: classes of your own, reward models, teachers. Each adds columns to finished groups, for losses,
+    advantages and rewards, e.g. ``{surprise: {scorer: "my_module:Surprise", columns: {surprise: token}}}``."""
     trainer: TrainerConfig = TrainerConfig()
     """The process that learns: algorithm, optimizer, checkpoints."""
     weights: WeightsConfig = WeightsConfig()

@@ -99,9 +99,9 @@ def _write_merged(checkpoint: Path, about: AdapterShape | None, out: Path, dtype
         if about.quantize:  # the adapter has learned beside what these matrices were then
             round_as_trained(merged, checkpoint, about)
         merged = PeftModel.from_pretrained(merged, str(checkpoint)).merge_and_unload()
-    told = None if valued else merged.generation_config
+    told = None  # a critic generates nothing
     if not valued:
-        merged.generation_config = GenerationConfig()
+        told, merged.generation_config = merged.generation_config, GenerationConfig()
     beside = read_beside(folder_of(path, "CHECKPOINT"), has_own_code(merged.config))
     name_own_code(merged.config, beside)
     merged.to(DTYPES[dtype]).save_pretrained(out)
