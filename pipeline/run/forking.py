@@ -79,9 +79,11 @@ class ForkServer:
     """The process that forks actors. One that was killed, or is stuck, is done without: `fork` raises, and the
     processes that it has forked go on."""
 
+    PROGRAM = ("-P", "-m", "penstock.pipeline.run.forkserver")
+
     def __init__(self, stderr: Path) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-P", "-m", "penstock.pipeline.run.forkserver", str(theirs.fileno())]
+        command = [sys.executable, *self.PROGRAM, str(theirs.fileno())]
         env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         stderr.parent.mkdir(parents=True, exist_ok=True)
         with theirs, stderr.open("ab") as file:
@@ -164,10 +166,15 @@ class ForkServer:
 def fork_server(stderr: Path) -> ForkServer | None:
     """One for this machine's actors; None where each loads for itself: beside a GPU, whose driver does not survive a
     fork, and on a system that has no process descriptors (they are Linux's)."""
+    return ForkServer(stderr) if can_fork() else None
+
+
+def can_fork() -> bool:
+    """Whether actors of this machine may be forked."""
     if visible_gpus() or not hasattr(os, "pidfd_open"):
-        return None
+        return False
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError:  # a container may forbid it
-        return None
-    return ForkServer(stderr)
+        return False
+    return True

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +28,9 @@ from penstock.services.runtime.lines import read_lines
 from penstock.services.trainer.learner import Learner
 from penstock.services.turns.tokenizer import Tokenizer
 from penstock.services.weights.sender.shard_exporter import ShardExporter
+from tests import warm
 from tests.chaos.harness import SMALL
-from tests.e2e.runs import ROOT, Run, check_promises
+from tests.e2e.runs import Run, check_promises
 
 DETERMINISTIC = [*SMALL, "run.deterministic=true", "trainer.steps=12", "trainer.checkpoint.every=5"]
 
@@ -55,13 +54,12 @@ def test_a_trainer_killed_three_times_makes_the_versions_of_an_undisturbed_repla
     check_promises(summary)
     assert summary["restarts"] == 3
     assert len(digests(run.folder)) == 12
-    command = [sys.executable, "-m", "penstock.pipeline.cli", "replay", str(run.folder)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = warm.run("replay", str(run.folder))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "12 of 12 versions have the recorded digest" in done.stdout
-    one = subprocess.run([*command, "--step", "11"], capture_output=True, text=True, cwd=ROOT)
+    one = warm.run("replay", str(run.folder), "--step", "11")
     assert "1 of 1 versions" in one.stdout
-    ledger = subprocess.run([*command[:-2], "ledger", str(run.folder)], capture_output=True, text=True, cwd=ROOT)
+    ledger = warm.run("ledger", str(run.folder))
     assert "88-95" in ledger.stdout
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,9 @@ import psutil
 import pytest
 
 from penstock.services.runtime.failpoint import VARIABLE
+from tests import warm
 from tests.chaos.harness import COMMON, SMALL
-from tests.e2e.runs import ROOT, Run, check_promises
+from tests.e2e.runs import Run, check_promises
 
 PHASES = ("proposed", "received", "verified", "swapped", "acknowledged")
 BUCKETS = ["weights.bucket_mb=0.25", "weights.stall_s=3", "weights.deadline_s=5"]
@@ -89,17 +88,10 @@ def test_one_stops_past_the_deadline_and_two_join_while_versions_are_published(t
     line = stopped.cmdline()
     joined = []
     for name in ("late-0", "late-1"):
-        command = [
-            sys.executable,
-            "-m",
-            "penstock.pipeline.cli",
-            "serve",
-            "rollout",
-            "--config",
-            str(run.folder / "config.yaml"),
-        ]
-        command += ["--folder", str(run.folder), "--name", name, "--broker", line[line.index("--broker") + 1]]
-        joined.append(subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL))
+        where = ["--config", str(run.folder / "config.yaml"), "--folder", str(run.folder), "--name", name]
+        where += ["--broker", line[line.index("--broker") + 1]]
+        with (tmp_path / name).open("wb") as out:
+            joined.append(warm.start("serve", "rollout", *where, output=out))
     stopped.send_signal(signal.SIGSTOP)
     started = time.monotonic()
     while not events(run, "trainer", "receiver is late: voted out"):

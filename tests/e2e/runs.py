@@ -6,13 +6,16 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import psutil
+
+from penstock.pipeline.run.command import penstock
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -32,7 +35,7 @@ rollout and no reference."""
 WHOLE = [*SHORT, "rollout.count=2", "trainer.algorithm.kl.coefficient=0.001"]
 """With two rollouts and a reference, as the quickstart has."""
 
-STARTED: list[subprocess.Popen[bytes]] = []
+STARTED: list[warm.Process] = []
 """Of the test that is running: none may outlive it, also where it fails (tests/conftest.py)."""
 
 
@@ -56,24 +59,18 @@ class Run:
 
     def __init__(
         self, folder: Path, overrides: list[str], config: Path = QUICKSTART, prefix: tuple[str, ...] = (),
-        env: Mapping[str, str] | None = None, read: bool = True,
+        env: Mapping[str, str] = MappingProxyType({}), read: bool = True,
     ) -> None:  # fmt: skip
         self.folder = folder / "run"
         self.output = folder / "output"
         self.output.touch()
-        command = [
-            sys.executable,
-            "-m",
-            "penstock.pipeline.cli",
-            "run",
-            str(config),
-            f"run.folder={folder}",
-            "run.name=run",
-        ]
+        arguments = ["run", str(config), f"run.folder={folder}", "run.name=run", *overrides]
         with self.output.open("wb") if read else unread() as out:
-            self.process = subprocess.Popen(
-                [*prefix, *command, *overrides], stdout=out, stderr=out, cwd=ROOT, env={**os.environ, **(env or {})}
-            )
+            if prefix:
+                command = [*prefix, *penstock(*arguments)]
+                self.process = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, env={**os.environ, **env})
+            else:
+                self.process = warm.start(*arguments, output=out, env=env)
         STARTED.append(self.process)
 
     @classmethod
@@ -81,9 +78,8 @@ class Run:
         """``penstock run --resume`` on the folder of ``run``."""
         again = cls.__new__(cls)
         again.folder, again.output = run.folder, run.output.with_name("output-again")
-        command = [sys.executable, "-m", "penstock.pipeline.cli", "run", "--resume", str(run.folder)]
         with again.output.open("wb") as out:
-            again.process = subprocess.Popen([*command, *overrides], stdout=out, stderr=out, cwd=ROOT)
+            again.process = warm.start("run", "--resume", str(run.folder), *overrides, output=out)
         STARTED.append(again.process)
         return again
 

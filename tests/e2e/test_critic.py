@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,9 @@ import pytest
 from penstock.pipeline.run.summary import steps_of
 from penstock.services.runtime.failpoint import VARIABLE
 from penstock.services.runtime.lines import read_lines
+from tests import warm
 from tests.chaos.harness import SMALL
-from tests.e2e.runs import ROOT, SHORT, Run, check_promises
+from tests.e2e.runs import SHORT, Run, check_promises
 
 PPO = ["trainer.algorithm.preset=ppo", "trainer.algorithm.advantage={lam: 0.95}", "critic.optimizer.lr=1.0e-3"]
 EVERY = ["trainer.checkpoint.every=4", "critic.checkpoint.every=3"]
@@ -68,8 +67,7 @@ def test_a_critic_of_two_ranks_and_a_trainer_killed_in_the_middle_of_steps_redo_
     assert summary["restarts"] == 5 and summary["steps"] == 12
     coefficients = [row["kl_coefficient"] for row in steps_of(run.folder)]
     assert coefficients[0] == 0.05 and len(set(coefficients)) == 12, "it adapts, and a redo finds where it stood"
-    command = [sys.executable, "-m", "penstock.pipeline.cli", "replay", str(run.folder)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = warm.run("replay", str(run.folder))
     assert "12 of 12 versions have the recorded digest" in done.stdout, done.stdout + done.stderr
     assert sorted(last_of(run.folder / "critic.jsonl")) == list(range(12))
 

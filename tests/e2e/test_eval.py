@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,8 @@ from penstock.pipeline.tools.merge import merge
 from penstock.services.data.config import SortData
 from penstock.services.data.sort import SortSource
 from penstock.services.runtime.errors import SetupError
-from tests.e2e.runs import ROOT
+from tests import warm
+from tests.e2e.runs import QUICKSTART
 
 SETS = "prompts.eval={short: {type: sort, max_letters: 4}, long: {type: sort, min_letters: 8}}"
 
@@ -33,9 +32,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluate(checkpoint: Path, folder: Path, name: str, *overrides: str) -> tuple[str, dict[str, float]]:
-    command = [sys.executable, "-m", "penstock.pipeline.cli", "eval", str(checkpoint)]
-    command += [str(ROOT / "configs" / "quickstart.yaml"), f"run.folder={folder}", f"run.name={name}", *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    where = [f"run.folder={folder}", f"run.name={name}"]
+    done = warm.run("eval", str(checkpoint), str(QUICKSTART), *where, *overrides, seconds=150)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     assert [row["kind"] for row in rows] == ["eval"] and not list((folder / name).glob("checkpoints/*/model*"))
@@ -59,9 +57,7 @@ def test_sets_are_answered_as_they_ask_for_and_alike_each_time(checkpoint: Path,
 
 
 def test_nothing_to_evaluate_on_is_told(checkpoint: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "penstock.pipeline.cli", "eval", str(checkpoint)]
-    command += [str(ROOT / "configs" / "quickstart.yaml"), "prompts.eval=null", f"run.folder={tmp_path}"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    told = warm.run("eval", str(checkpoint), str(QUICKSTART), "prompts.eval=null", f"run.folder={tmp_path}")
     assert told.returncode == 2 and "prompts.eval: there is nothing to evaluate on" in told.stderr
 
 
@@ -82,13 +78,13 @@ def test_what_training_alone_needs_is_no_hindrance(tmp_path: Path, read: list[Co
     model = tmp_path / "my best å"
     model.mkdir()
     given = ["trainer.algorithm.kl.coefficient=0.01", "reference.refresh_every=50"]
-    assert evaluation.evaluate(Console(), str(model), ROOT / "configs" / "quickstart.yaml", given) == 0
+    assert evaluation.evaluate(Console(), str(model), QUICKSTART, given) == 0
     assert not read[0].with_reference and (read[0].run.name or "").startswith("eval-my-best-")
 
 
 def test_prompts_are_told_as_in_training(tmp_path: Path, read: list[Config]) -> None:
     trained = "model={type: pretrained, path: some/model, chat_template_kwargs: {enable_thinking: false}}"
-    assert evaluation.evaluate(Console(), str(tmp_path), ROOT / "configs" / "quickstart.yaml", [trained]) == 0
+    assert evaluation.evaluate(Console(), str(tmp_path), QUICKSTART, [trained]) == 0
     assert read[0].template == {"enable_thinking": False}
     assert read[0].model.path == str(tmp_path)  # type: ignore[union-attr]
 
@@ -97,7 +93,7 @@ def test_its_name_is_its_own_and_not_that_of_the_run_which_made_the_checkpoint(
     tmp_path: Path, read: list[Config]
 ) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text((ROOT / "configs" / "quickstart.yaml").read_text() + "\nrun: {name: first}\n")
+    file.write_text(QUICKSTART.read_text() + "\nrun: {name: first}\n")
     for given in ([], ["run={folder: elsewhere}"], ["run.name=mine"], ["run={name: mine}"]):
         assert evaluation.evaluate(Console(), str(tmp_path), file, given) == 0
     names = [config.run.name or "" for config in read]
@@ -112,10 +108,10 @@ def test_the_base_of_an_adapter_is_found_where_its_run_was_moved(tmp_path: Path,
         json.dumps({"r": 4, "lora_alpha": 8, "base_model_name_or_path": str(tmp_path / "gone" / "model")})
     )
     with pytest.raises(SetupError, match="base_model_name_or_path in .*adapter_config.json"):
-        evaluation.evaluate(Console(), str(adapter), ROOT / "configs" / "quickstart.yaml", [])
+        evaluation.evaluate(Console(), str(adapter), QUICKSTART, [])
     (run / "model").mkdir()
     (run / "model" / "config.json").write_text("{}")
-    assert evaluation.evaluate(Console(), str(adapter), ROOT / "configs" / "quickstart.yaml", []) == 0
+    assert evaluation.evaluate(Console(), str(adapter), QUICKSTART, []) == 0
     assert read[0].model.path == str(run / "model")  # type: ignore[union-attr]
     with pytest.raises(SetupError, match="no such folder"):
         merge(tmp_path / "mistyped", tmp_path / "out")

@@ -4,13 +4,12 @@ there."""
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from penstock.pipeline.run.command import penstock
-from tests.e2e.runs import QUICKSTART, ROOT, WHOLE, Run, check_promises
+from tests import warm
+from tests.e2e.runs import QUICKSTART, WHOLE, Run, check_promises
 
 pytest.importorskip("bitsandbytes", reason="penstock[qlora] is not installed: make test-low-bits")
 
@@ -25,10 +24,9 @@ def test_everybody_goes_by_what_the_matrices_are(tmp_path: Path) -> None:
     assert abs(first["mismatch_kl_k3"]) < 1e-6 and abs(first["reference_kl"]) < 1e-6
     path = run.folder / "checkpoints" / "step-000006"
     assert json.loads((path / "penstock_base.json").read_text()) == {"quantize": "nf4", "dtype": "float32"}
-    done = subprocess.run(
-        penstock("eval", str(path), str(QUICKSTART), f"run.folder={tmp_path}", "run.name=eval", "prompts.eval_size=64"),
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+    done = warm.run(
+        "eval", str(path), str(QUICKSTART), f"run.folder={tmp_path}", "run.name=eval", "prompts.eval_size=64"
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads((tmp_path / "eval" / "summary.json").read_text())["eval_before"]
     assert found == pytest.approx(summary["eval_after"], abs=0.25), "the adapter was asked, on other prompts"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +11,13 @@ import psutil
 import pytest
 
 from penstock.pipeline.run.launcher import RunError
+from tests import warm
 from tests.e2e.runs import ROOT, SHORT, STARTED, Run, check_promises
 
-JOIN = [sys.executable, "-m", "penstock.pipeline.cli", "join"]
 
-
-def join(folder: Path, log: Path, *more: str) -> subprocess.Popen[bytes]:
+def join(folder: Path, log: Path, *more: str) -> warm.Process:
     with log.open("wb") as out:
-        process = subprocess.Popen([*JOIN, str(folder), *more], cwd=ROOT, stdout=out, stderr=out)
+        process = warm.start("join", str(folder), *more, output=out)
     STARTED.append(process)
     return process
 
@@ -66,7 +63,7 @@ def test_rollouts_come_and_go_and_the_run_does_not_mind(tmp_path: Path) -> None:
 def test_what_cannot_be_joined_is_told(tmp_path: Path, arguments: list[str], code: int, said: str) -> None:
     (tmp_path / "config.yaml").write_text((ROOT / "configs" / "quickstart.yaml").read_text())
     given = [argument.format(folder=tmp_path) for argument in arguments]
-    done = subprocess.run([*JOIN, *given], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = warm.run("join", *given)
     assert done.returncode == code and said in done.stderr, done.stderr
     assert RunError.__name__ not in done.stderr
 

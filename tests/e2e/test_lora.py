@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import psutil
@@ -11,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.pipeline.run.command import penstock
+from tests import warm
 from tests.e2e.runs import SHORT, Run, check_promises
 
 
@@ -35,7 +34,7 @@ def test_a_killed_rank_costs_time_and_the_adapter_loads(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(path)
     tokens = AutoTokenizer.from_pretrained(path)("sort ba=", return_tensors="pt")
     merged = tmp_path / "merged"
-    subprocess.run(penstock("merge", str(path), str(merged)), check=True)
+    warm.run("merge", str(path), str(merged)).check_returncode()
     with torch.no_grad():
         logits = [each(**tokens).logits for each in (model, AutoModelForCausalLM.from_pretrained(merged))]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)

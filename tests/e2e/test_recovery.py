@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,12 +13,12 @@ import pytest
 
 from penstock.pipeline.run.summary import steps_of
 from penstock.services.runtime.lines import read_lines
-from tests.e2e.runs import QUICKSTART, ROOT, SHORT, WHOLE, Run, check_promises
+from tests import warm
+from tests.e2e.runs import QUICKSTART, SHORT, WHOLE, Run, check_promises
 
 
 def resume(run: Run, overrides: list[str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "penstock.pipeline.cli", "run", str(QUICKSTART), "--resume", str(run.folder)]
-    return subprocess.run([*command, *SHORT, *overrides], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    return warm.run("run", str(QUICKSTART), "--resume", str(run.folder), *SHORT, *overrides)
 
 
 def test_an_interrupted_run_goes_on_with_another_bound_and_batch(tmp_path: Path) -> None:

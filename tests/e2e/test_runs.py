@@ -26,6 +26,7 @@ from penstock.pipeline import cli
 from penstock.pipeline.run.summary import steps_of
 from penstock.services.runtime import checkpoint_folders
 from penstock.services.runtime.lines import read_lines
+from tests import warm
 from tests.e2e.documented import undocumented
 from tests.e2e.runs import QUICKSTART, ROOT, SHORT, WHOLE, Run, check_promises, free_port, page_of
 
@@ -272,9 +273,7 @@ def test_actors_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
 
 
 def penstock(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "penstock.pipeline.cli", *arguments]
-    env = {**os.environ, **environment}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    return warm.run(*arguments, env=environment)
 
 
 def serve_each(tmp_path: Path, redis_url: str, port: int, overrides: list[str]) -> dict[str, subprocess.Popen[bytes]]:

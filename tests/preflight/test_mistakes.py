@@ -12,17 +12,15 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from penstock.pipeline.run.command import penstock
-from penstock.pipeline.run.forking import ForkServer
 from penstock.pipeline.run.join import FailedError, join
 from penstock.pipeline.run.lock import came_to
+from tests import warm
 
 CONFIG = """
 model: {type: tiny, warm_start: {steps: 2}}
@@ -682,23 +680,10 @@ def slowness() -> float:
     return max(1.0, (children_s() - before) / LOADING_S)
 
 
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    folder = tmp_path_factory.mktemp("forks")
-    (folder / "sitecustomize.py").write_text("import datasets\n")  # which nearly every look would load by itself
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-        server = ForkServer(folder / "forkserver.stderr")
-    yield server
-    server.close()
-
-
-def forked(forks: ForkServer, folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
-    """Exit code, and what was said, of penstock with these ``arguments``, from ``folder``, where we are."""
-    with (folder / "said").open("w+b") as output:
-        env = {**os.environ, **WITHOUT, **environment}
-        done = forks.fork(penstock(*arguments), env, output, with_parent=False)
-        done.stdin.close()
+def forked(folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
+    """Exit code, and what was said, of penstock with these ``arguments``, from ``folder``."""
+    with (folder / "said").open("wb") as output:
+        done = warm.start(*arguments, output=output, env={**WITHOUT, **environment}, folder=folder)
         return done.wait(60), (folder / "said").read_text()
 
 
@@ -710,11 +695,8 @@ def check(folder: Path, mistake: Mistake, code: int, said: str) -> None:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name.replace(" ", "-"))
-def test_it_is_told_with_its_key_and_a_way_out(
-    tmp_path: Path, mistake: Mistake, forks: ForkServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    code, said = forked(forks, tmp_path, "run", *lay_out(tmp_path, mistake))
+def test_it_is_told_with_its_key_and_a_way_out(tmp_path: Path, mistake: Mistake) -> None:
+    code, said = forked(tmp_path, "run", *lay_out(tmp_path, mistake))
     sys.stdout.write(f"\n{code}  {mistake.name}: {said.strip()}\n")
     check(tmp_path, mistake, code, said)
 
@@ -728,14 +710,11 @@ def test_it_is_told_at_once(tmp_path: Path, name: str, slowness: float) -> None:
     assert cpu_s < CPU_S * slowness
 
 
-def test_a_dry_run_tells_the_same_and_starts_nothing(
-    tmp_path: Path, forks: ForkServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_dry_run_tells_the_same_and_starts_nothing(tmp_path: Path) -> None:
     lay_out(tmp_path, Mistake("", (), ()))
 
     def dry(override: str, code: int = 0) -> str:
-        found, said = forked(forks, tmp_path, "run", "config.yaml", "--dry-run", override)
+        found, said = forked(tmp_path, "run", "config.yaml", "--dry-run", override)
         assert found == code, said
         return said
 
@@ -761,35 +740,27 @@ def test_a_dry_run_tells_the_same_and_starts_nothing(
 
 @pytest.mark.parametrize("rows", ["answer_key: completion", "prompt_key: messages, answer_key: messages"])
 @pytest.mark.parametrize("held_out", [False, True])
-def test_what_is_given_is_tried_on_no_reward_but_what_is_evaluated(
-    tmp_path: Path, forks: ForkServer, monkeypatch: pytest.MonkeyPatch, rows: str, held_out: bool
-) -> None:
+def test_what_is_given_is_tried_on_no_reward_but_what_is_evaluated(tmp_path: Path, rows: str, held_out: bool) -> None:
     """Both rows of docs/moving.md's table for TRL's SFTTrainer, whose truths are whole rows."""
-    monkeypatch.chdir(tmp_path)
-    Path("given.jsonl").write_text(json.dumps({"prompt": "1+1=", "completion": "2", "messages": TALK}))
+    (tmp_path / "given.jsonl").write_text(json.dumps({"prompt": "1+1=", "completion": "2", "messages": TALK}))
     lay_out(tmp_path, Mistake("", (), (), config=CONFIG.replace("reward:", "#")))
     evaluated = ["prompts.eval={type: hub, path: json, files: [rows.jsonl], prompt_key: question, truth_key: answer}"]
     overrides = [
         f"prompts.train={{type: hub, path: json, files: [given.jsonl], {rows}}}", "trainer.algorithm.preset=sft",
         "model.warm_start.steps=0", *(evaluated if held_out else ["rollout.engine.type=none"]),
     ]  # fmt: skip
-    code, said = forked(forks, tmp_path, "run", "config.yaml", "--dry-run", *overrides)
+    code, said = forked(tmp_path, "run", "config.yaml", "--dry-run", *overrides)
     assert code == 0 and ("exact_match, called on row 0, gave 1 for the truth" in said) == held_out, said
 
 
-def test_prepare_tells_what_is_lacking_and_refuses_a_package_that_an_image_lacks(
-    tmp_path: Path, forks: ForkServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_prepare_tells_what_is_lacking_and_refuses_a_package_that_an_image_lacks(tmp_path: Path) -> None:
     lay_out(tmp_path, Mistake("", (), ()))
     if importlib.util.find_spec("mlflow"):
         pytest.skip("mlflow is installed")
     given = [REWARD.format("mine:good"), "run.trackers=[mlflow]", "trainer.device=cuda"]
 
     def prepare(*more: str, **environment: str) -> tuple[int, str]:
-        return forked(
-            forks, tmp_path, "prepare", "config.yaml", *given, *more, "--folder", "made", "--tell", **environment
-        )
+        return forked(tmp_path, "prepare", "config.yaml", *given, *more, "--folder", "made", "--tell", **environment)
 
     code, refused = prepare(PENSTOCK_ONE_PER_HOST="1")
     wanted = "run.trackers: mlflow is not installed; run: PENSTOCK_EXTRAS=mlflow docker compose build"
