@@ -76,11 +76,11 @@ class RunConfig(Section):
     before anything starts."""
     placement: Literal["as_given", "colocated", "auto"] = "as_given"
     """Who gets which GPUs: ``as_given``, each process its own, as `trainer.ranks`, `rollout.count` and so on say;
-    ``colocated``: rollouts and reference are on the trainer's, and sleep while it works; ``auto``: `penstock run` takes
-    the fastest layout on paper that fits the GPUs of this machine, and says why. See docs/memory.md."""
+    ``colocated``: rollouts, reference and critic are on the trainer's, and take turns with it; ``auto``: `penstock run`
+    takes the fastest layout on paper that fits the GPUs of this machine, and says why. See docs/memory.md."""
     turn_s: float = Field(900.0, gt=0)
-    """With `placement`: colocated, so many seconds may pass until rollouts and reference sleep and the trainer can
-    begin; then it ends with an error, and is started again."""
+    """With `placement`: colocated, so many seconds may pass until others have given its GPUs up and trainer, or critic,
+    can begin; then it ends with an error, and is started again."""
     elsewhere: tuple[str, ...] = ()
     """Kinds of processes that `penstock run` does not start, e.g. ``[rollout]``: they join from other machines, by
     `penstock join`. See docs/clusters.md."""
@@ -89,7 +89,7 @@ class RunConfig(Section):
 
     @property
     def colocated(self) -> bool:
-        """The trainer's devices are the rollouts' and the reference's too."""
+        """The trainer's devices are others' too."""
         return self.placement == "colocated"
 
     @field_validator("prometheus")

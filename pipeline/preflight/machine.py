@@ -24,6 +24,7 @@ from penstock.pipeline.run.resume import STORE
 from penstock.protocols.keys import is_loopback
 from penstock.protocols.wire import MAX_FRAME_BYTES
 from penstock.services.broker import traces
+from penstock.services.critic.config import shares_devices
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime import allowance, registry
 from penstock.services.runtime.address import interface_of, own_address, own_endpoint
@@ -48,6 +49,12 @@ def look(config: Config, folder: Path, report: Report) -> None:
         )
     if config.run.traces and not traces.installed():
         report.lacks_package(f"run.traces: OpenTelemetry is not installed; run: {install('otel')}")
+    apart = not {"trainer", "critic"}.isdisjoint(config.run.elsewhere)
+    if config.run.colocated and shares_devices(config) and apart:
+        report.problems.append(
+            "critic.own_gpus: with run.placement=colocated it is on the trainer's GPUs, and takes turns with it, where "
+            "one machine has both; with trainer or critic in run.elsewhere set critic.own_gpus=true"
+        )
     for kind, spec in registry.actors(config).items():
         if spec.nodes(config) > 1 and kind not in config.run.elsewhere:
             report.problems.append(

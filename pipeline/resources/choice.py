@@ -13,7 +13,7 @@ from penstock.pipeline.resources.gpus import gpus_but
 from penstock.pipeline.resources.layout import Layout, seconds_of
 from penstock.pipeline.resources.loads import half_of_the_longest, load_of
 from penstock.pipeline.resources.model_shape import shape_of
-from penstock.pipeline.resources.placement import GUESTS
+from penstock.pipeline.resources.placement import sharers
 from penstock.pipeline.resources.readers import uncounted
 from penstock.pipeline.resources.search import in_four_bits, layouts, unsearched, with_references
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
@@ -160,7 +160,7 @@ def _elsewhere(config: Config, layout: Layout, several: bool) -> list[str]:
     if layout.colocated if "trainer" in kinds else layout.trainer.nodes > 1:  # guests come with it
         more = ["rollout", "trainer"] + ["reference"] * (layout.colocated and config.with_reference)
         kinds += [kind for kind in more if kind not in kinds]
-    shared = GUESTS if layout.colocated else ()
+    shared = sharers(config) if layout.colocated else ()
     for kind in PLACED[1:]:
         here = gpus_but(config, ("trainer", "rollout", *shared, *kinds))
         here += layout.trainer.ranks * ("trainer" not in kinds)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from penstock.pipeline.config import Config
-from penstock.pipeline.resources.placement import GUESTS
+from penstock.pipeline.resources.placement import sharers
 from penstock.services.runtime import registry
 
 
 def total_gpus(config: Config) -> int:
-    """GPUs of the whole run, its programs among it, which nobody shares but guests (`run.placement`: colocated)."""
-    return gpus_but(config, GUESTS if config.run.colocated else ()) + gpus_of_programs(config)
+    """GPUs of the whole run, its programs among it, which nobody shares but who is on the trainer's (`run.placement`:
+    colocated)."""
+    return gpus_but(config, sharers(config) if config.run.colocated else ()) + gpus_of_programs(config)
 
 
 def gpus_of_programs(config: Config) -> int:

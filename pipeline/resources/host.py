@@ -17,7 +17,7 @@ from penstock.pipeline.resources.trainer_memory import (
     version_bytes,
 )
 from penstock.protocols.versions import DTYPE_BYTES
-from penstock.services.critic.config import CriticConfig
+from penstock.services.critic.config import CriticConfig, shares_devices
 from penstock.services.learning.config import LearnerConfig
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
@@ -59,7 +59,7 @@ class HostNeeds:
     critic: float
     """Copies of the critic's, as `staging`, and as large; 0: there is none."""
     critic_offloaded: float
-    """As `offloaded`."""
+    """As `offloaded`, or as `resting`."""
     critic_activations: float
     """As `activations`."""
 
@@ -71,12 +71,14 @@ class HostNeeds:
         return ranks * PROCESS_GIB + own + self.shared
 
     def guests(self, config: Config, gpus: int = 8) -> float:
-        """Of rollouts and references that sleep on that node while the trainer works (`run.placement`: colocated)."""
+        """Of rollouts and references that sleep on that node while the trainer works, and of a critic that rests
+        (`run.placement`: colocated)."""
         if not config.run.colocated:
             return 0.0
         references = config.reference.count * self.reference * config.with_reference
         here = min(gpus, config.trainer.ranks) / config.trainer.ranks
-        return here * (config.rollout.count * self.asleep(config) + references)
+        critic = self.beside("critic", config) * shares_devices(config)
+        return here * (config.rollout.count * self.asleep(config) + references) + critic
 
     def asleep(self, config: Config) -> float:
         """Of one rollout that sleeps: its weights, which vLLM puts into registered memory, whose blocks are powers of
@@ -171,7 +173,8 @@ def host_needs(config: Config) -> HostNeeds | None:
         resting = codes + (0.0 if config.trainer.offload else copies * (state + towers) + frozen)
     others = [shape_of(config, path) or shape for path in (config.reference.path, config.critic.path)]
     reference, learned = _version(others[0]), others[1]
-    critic, of_critic = _critic(learned, config.critic) if config.with_critic else (0.0, 0.0)
+    shares = config.run.colocated and shares_devices(config)
+    critic, of_critic = _critic(learned, config.critic, shares) if config.with_critic else (0.0, 0.0)
     steps = config.trainer.steps or 0  # where nobody has counted them: none stay for ever
     checkpoints = config.trainer.checkpoint.kept(steps) * state + config.critic.checkpoint.kept(steps) * critic
     kept = _activations(shape, config.trainer)
@@ -181,13 +184,16 @@ def host_needs(config: Config) -> HostNeeds | None:
     )  # fmt: skip
 
 
-def _critic(shape: Shape, critic: CriticConfig) -> tuple[float, float]:
-    """GiB of one of its checkpoints, and of all that it keeps on the host."""
+def _critic(shape: Shape, critic: CriticConfig, rests: bool) -> tuple[float, float]:
+    """GiB of one of its checkpoints, and of all that it keeps on the host, where it ``rests`` there or is offloaded."""
     lora = critic.lora
     trained = shape.adapter(lora.rank, lora.targets, lora.exclude) if lora else shape.parameters
     state = state_bytes(critic.optimizer, trained, 0 if lora else shape.ends)
-    frozen, _ = frozen_bytes(shape, critic)
-    return state / GIB, critic.offload * (critic.replicas * (state + 4 * trained) + frozen) / GIB
+    frozen, codes = frozen_bytes(shape, critic)
+    kept = critic.offload * (critic.replicas * (state + 4 * trained) + frozen)
+    if rests:
+        kept += codes + (not critic.offload) * (critic.replicas * state + frozen)
+    return state / GIB, kept / GIB
 
 
 def registered_share(shape: Shape, shards: int) -> float:

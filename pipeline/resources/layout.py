@@ -35,6 +35,8 @@ class Layout:
     values_s: float = 0.0
     """Until a critic has said its values; and more, until it has learned from the step, beside whatever follows."""
     critic_s: float = 0.0
+    critic_in_turn: bool = False
+    """It is on the trainer's GPUs, too."""
     references: int = 0
     """Processes of the reference; and what all of them together take."""
     reference_s: float = 0.0
@@ -43,12 +45,16 @@ class Layout:
     def step_s(self) -> float:
         """While one step is trained on the next is generated and scored, but for who shares GPUs, and gets its
         values."""
+        if self.critic_in_turn:
+            return self.synchronous_s
         longest = self._in_turn_s if self.colocated else max(self.train_s, self.generate_s, self.reference_s)
         return max(longest, self.values_s + self.critic_s)
 
     @property
     def synchronous_s(self) -> float:
         """With gate.max_lag=0: one after the other."""
+        if self.critic_in_turn:
+            return self.values_s + self.critic_s + self._in_turn_s
         return self.values_s + max(self._in_turn_s, self.critic_s)
 
     @property

@@ -17,6 +17,7 @@ from penstock.pipeline.resources.trainer_memory import (
     trainer_gib,
     trainer_parts,
 )
+from penstock.services.critic.config import shares_devices
 from penstock.services.learning.config import LearnerConfig
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.rollout.config import VLLM_DEFAULT, NoEngineConfig, PluginEngineConfig, TorchEngineConfig
@@ -265,10 +266,19 @@ def _ranks_that_fit(shape: Shape, trainer: TrainerConfig, room: float, beside: S
 
 
 def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> None:
-    """What lies on a GPU at once: the trainer's peak beside who sleeps; who is awake beside the trainer's context."""
-    references = references_each(config, config.trainer.ranks)
-    peak = trainer_gib(shape, trainer_of(config), room, staged(config)) + (1 + references) * OVERHEAD_GIB
+    """What lies on a GPU at once: a learner's peak beside who sleeps; who is awake beside the learners' contexts."""
+    references, critics = references_each(config, config.trainer.ranks), critics_each(config)
+    sleepers = (1 + references + critics) * OVERHEAD_GIB
+    peak = trainer_gib(shape, trainer_of(config), room, staged(config)) + sleepers
     found.lines.append(f"at work: the trainer beside who sleeps, {peak:.1f} GiB of each GPU")
+    if critics and (need := critic_gib(config, room)):
+        found.lines.append(f"at work: the critic beside who sleeps, {need + sleepers:.1f} GiB of each GPU")
+        if need <= room < need + sleepers:
+            of_critic = shape_of(config, config.critic.path)
+            found.problems.append(
+                f"run.placement=colocated: a critic's rank beside who sleeps takes {need + sleepers:.0f} GiB of a "
+                f"GPU's {room:g}; take {_spared_by('critic', config.critic, of_critic)}, or critic.own_gpus=true"
+            )
     if peak > room:
         found.problems.append(
             f"run.placement=colocated: a trainer's rank beside who sleeps takes {peak:.0f} GiB of a GPU's {room:g}; "
@@ -277,10 +287,11 @@ def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> N
     engine = config.rollout.engine
     if isinstance(engine, PluginEngineConfig | NoEngineConfig):
         return
-    beside = OVERHEAD_GIB + references * (reference_gib(config) or 0.0)
-    others = "the reference and the trainer's context" if references else "the trainer's context"
+    beside = (1 + critics) * OVERHEAD_GIB + references * (reference_gib(config) or 0.0)
+    context = "the contexts of trainer and critic" if critics else "the trainer's context"
+    others = f"the reference and {context}" if references else context
     if references and reference_gib(config) is None:
-        others = "the trainer's context, and the reference, which is not counted"
+        others = f"{context}, and the reference, which is not counted"
     if isinstance(engine, TorchEngineConfig):
         need = embedded_gib(config, shape)
         found.lines.append(f"at rest: an engine's {need:.1f} GiB of each GPU, beside {beside:.1f} GiB of {others}")
@@ -311,6 +322,11 @@ def mapped_gib(config: Config, shape: Shape, trainer: TrainerConfig) -> float:
     if config.weights.transport != "cuda_ipc" or trainer.ranks > 1:
         return 0.0
     return MAPPED_VERSIONS * trainer_parts(shape, trainer).get("published version", 0.0)
+
+
+def critics_each(config: Config) -> int:
+    """Whether a critic's rank is on a GPU of the trainer's, if `run.placement` is colocated."""
+    return int(shares_devices(config) and config.critic.device != "cpu")
 
 
 def critic_gib(config: Config, gpu_gib: float | None) -> float | None:

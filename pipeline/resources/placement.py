@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from penstock.pipeline.config import Config, ConfigError
+from penstock.services.critic.config import shares_devices
 from penstock.services.runtime import registry
 
 GUESTS = ("rollout", "reference")
 """Kinds of actors that can sleep."""
 
 
+def sharers(config: Config) -> tuple[str, ...]:
+    """Kinds of actors that are on the trainer's GPUs, if `run.placement` is colocated."""
+    return (*GUESTS, "critic") if shares_devices(config) else GUESTS
+
+
 def place(config: Config, gpus: list[str]) -> dict[str, str]:
     """CUDA_VISIBLE_DEVICES of each actor, by name: GPUs of its own; where there are too few, and nobody wants several,
-    they take turns and share; with `run.placement`: colocated, rollouts and reference are on the trainer's. Raises
-    `ConfigError` where somebody wants several and there are too few."""
+    they take turns and share; with `run.placement`: colocated, rollouts, reference and critic are on the trainer's.
+    Raises `ConfigError` where somebody wants several and there are too few."""
     if not gpus:
         return {}
     each = {name: spec.gpus(config) for spec in registry.started_here(config) for name in spec.names(config)}
@@ -43,9 +49,10 @@ def _in_order(gpus: list[str], each: Mapping[str, int]) -> dict[str, str]:
 
 
 def _colocate(config: Config, gpus: list[str], each: Mapping[str, int]) -> dict[str, str]:
-    """Learners have GPUs of their own; guests those of the trainer, engines beside each other."""
+    """The trainer and scorers have GPUs of their own; guests and critic the trainer's, engines beside each other."""
     guests = {name: count for name, count in each.items() if is_guest(name)}
-    own = {name: count for name, count in each.items() if name not in guests}
+    critic = {name: count for name, count in each.items() if name == "critic" and shares_devices(config)}
+    own = {name: count for name, count in each.items() if name not in (*guests, *critic)}
     if sum(own.values()) > len(gpus):
         many = ", ".join(f"{name} {count}" for name, count in own.items())
         raise ConfigError(
@@ -53,7 +60,13 @@ def _colocate(config: Config, gpus: list[str], each: Mapping[str, int]) -> dict[
             f"(run.placement=colocated), and there are {len(gpus)}; use fewer ranks (trainer.ranks, critic.ranks)"
         )
     placed = _in_order(gpus, own)
-    return placed | seated(config, placed["trainer"].split(","), guests)
+    shared = placed["trainer"].split(",")
+    if sum(critic.values()) > len(shared):
+        raise ConfigError(
+            f"run.placement=colocated: critic.ranks={config.critic.ranks} want as many GPUs, and trainer.ranks="
+            f"{config.trainer.ranks} has {len(shared)}, which are theirs too; use fewer, or critic.own_gpus=true"
+        )
+    return placed | seated(config, shared, guests) | _in_order(shared, critic)
 
 
 def seated(config: Config, gpus: list[str], guests: Mapping[str, int]) -> dict[str, str]:

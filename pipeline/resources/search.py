@@ -19,7 +19,9 @@ from penstock.pipeline.resources.layout import Layout, seconds_of
 from penstock.pipeline.resources.loads import most_at_once
 from penstock.pipeline.resources.memory import (
     SHARE_STEP,
+    critic_gib,
     critic_of,
+    critics_each,
     embedded_gib,
     kv_tokens,
     mapped_gib,
@@ -27,9 +29,9 @@ from penstock.pipeline.resources.memory import (
     trainer_of,
 )
 from penstock.pipeline.resources.model_shape import shape_of
-from penstock.pipeline.resources.placement import GUESTS
+from penstock.pipeline.resources.placement import sharers
 from penstock.pipeline.resources.readers import reference_gib, references_each
-from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, forward_s, switch_s, train_s
+from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, forward_s, rest_s, switch_s, train_s
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.modeling.lengths import longest_sequence
@@ -181,17 +183,18 @@ def _colocated(
     config: Config, shape: Shape, count: int, device: Device, load: Load, tensors: Sequence[int],
     lora: LoraConfig | None,
 ) -> Iterator[Layout]:  # fmt: skip
-    """Rollouts, and references, on the GPUs of a trainer that has all that no critic or scorer has."""
-    ranks = count - gpus_but(config, ("trainer", *GUESTS))
+    """Rollouts, references, and a critic, on the GPUs of a trainer that has all that no scorer has."""
+    ranks = count - gpus_but(config, ("trainer", *sharers(config)))
     if ranks < 1 or (ranks > MACHINE and ranks % MACHINE):
         return
-    each = references_each(config, ranks)
+    each, critics = references_each(config, ranks), critics_each(config)
     beside = each * (reference_gib(config) or 0.0) if each else 0.0
-    room = (device.gib - OVERHEAD_GIB - beside) / device.gib
+    room = (device.gib - (1 + critics) * OVERHEAD_GIB - beside) / device.gib
     share = min(VLLM_DEFAULT, int(room / SHARE_STEP) * SHARE_STEP)
-    asleep = (1 + each) * OVERHEAD_GIB
-    if share <= 0:
+    asleep = (1 + each + critics) * OVERHEAD_GIB
+    if share <= 0 or (critics and not _critic_fits(config, ranks, device, asleep)):
         return
+    critic_s = critic_rest_s(config, device) * critics
     engines = [
         (_generate_s(config, shape, load, tensor, device, ranks // tensor, share), tensor)
         for tensor in tensors
@@ -208,13 +211,27 @@ def _colocated(
             min((
                 Layout(
                     trainer, own_gib, seconds, generate_s, ranks // tensor, tensor, faster, faster_gib, faster_s, True,
-                    round(share, 2), switch_s(shape, trainer, tensor, device), *critic_times(config, load, device),
-                    references, _held_s(config, load, device, references, ranks, tensor),
+                    round(share, 2), switch_s(shape, trainer, tensor, device) + critic_s,
+                    *critic_times(config, load, device), bool(critics), references,
+                    _held_s(config, load, device, references, ranks, tensor),
                 )
                 for generate_s, tensor in engines
             ), key=seconds_of(config))
             for references in more or [config.reference.count * config.with_reference]
         ])  # fmt: skip
+
+
+def _critic_fits(config: Config, ranks: int, device: Device, asleep_gib: float) -> bool:
+    """Beside who sleeps on the GPUs of so many of the trainer's ``ranks``, of one machine."""
+    need = critic_gib(config, device.gib) or 0.0
+    return config.critic.ranks <= ranks <= MACHINE and need <= device.gib * FILL - asleep_gib
+
+
+def critic_rest_s(config: Config, device: Device) -> float:
+    """Seconds of a step in which what a critic's rank keeps goes to its host and comes back; 0 where the sizes of its
+    model are not known here."""
+    shape = shape_of(config, config.critic.path)
+    return rest_s(shape, critic_of(config), device) if shape else 0.0
 
 
 def _held_s(config: Config, load: Load, device: Device, references: int, ranks: int, tensor: int) -> float:

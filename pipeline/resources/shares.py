@@ -15,7 +15,7 @@ from penstock.pipeline.resources.memory import (
     trainer_of,
 )
 from penstock.pipeline.resources.model_shape import shape_of
-from penstock.pipeline.resources.placement import is_guest
+from penstock.pipeline.resources.placement import is_guest, sharers
 from penstock.pipeline.resources.readers import reference_gib, scorer_gib
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
 from penstock.services.rollout.config import VLLM_DEFAULT, TorchEngineConfig, VllmEngineConfig
@@ -47,9 +47,10 @@ def _phases(config: Config, shares: Mapping[str, float], resting: float) -> list
     """What is used of a GPU at the same time. Who rests or sleeps still has a context there, ``resting``."""
     if not config.run.colocated:
         return [dict(shares)]
-    asleep = {actor: resting if is_guest(actor) else share for actor, share in shares.items()}
-    awake = {actor: share if is_guest(actor) else resting for actor, share in shares.items()}
-    return [asleep, awake]
+    learners = [actor for actor in shares if not is_guest(actor)]
+    turns = [[actor] for actor in learners] if "critic" in sharers(config) else [learners]
+    turns.append([actor for actor in shares if is_guest(actor)])
+    return [{actor: share if actor in turn else resting for actor, share in shares.items()} for turn in turns]
 
 
 def _say(config: Config, gpu: str, size: float, shares: Mapping[str, float]) -> str:

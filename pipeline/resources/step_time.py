@@ -143,14 +143,19 @@ def forward_s(shape: Shape, gpus: int, load: Load, device: Device) -> float:
 def switch_s(shape: Shape, trainer: TrainerConfig, tensor: int, device: Device) -> float:
     """Seconds of a step in which GPUs change hands (`run.placement`: colocated): what a trainer's rank keeps between
     two steps goes to its host and comes back, and so do an engine's weights, cut over ``tensor`` GPUs."""
+    engine = 2 * shape.parameters * shape.served_bytes / tensor
+    return rest_s(shape, trainer, device) + engine / (device.host_gb_s * 1e9 * LINK_SHARE)
+
+
+def rest_s(shape: Shape, trainer: TrainerConfig, device: Device) -> float:
+    """The same of one learner alone."""
     lora, (frozen, codes) = trainer.lora, frozen_bytes(shape, trainer)
     trained = _learned(shape, trainer)
     ends = 0 if lora else shape.ends * trainer.replicas / trainer.ranks
     still = codes if trainer.offload else codes + frozen  # it comes back, and does not go: it is there
     kept = 0.0 if trainer.offload else state_bytes(trainer.optimizer, trained, ends) + teacher_bytes(trainer, trained)
     kept += 4 * (_cut(shape, trainer) - trained) * (not lora and not trainer.offload)
-    moved = 2 * (kept + shape.parameters * shape.served_bytes / tensor) + still / trainer.ranks
-    return moved / (device.host_gb_s * 1e9 * LINK_SHARE)
+    return (2 * kept + still / trainer.ranks) / (device.host_gb_s * 1e9 * LINK_SHARE)
 
 
 def _forward_flops(shape: Shape, length: float) -> float:

@@ -14,7 +14,7 @@ import yaml
 
 from penstock.pipeline.config import Config, ConfigError, dump
 from penstock.pipeline.resources import gpu_locks
-from penstock.pipeline.resources.placement import is_guest
+from penstock.pipeline.resources.placement import is_guest, sharers
 from penstock.pipeline.run import crashes, torchrun
 from penstock.pipeline.run.folder import address_file, keys_folder, model_path, run_key
 from penstock.pipeline.run.last_words import end_run, last_words
@@ -141,8 +141,9 @@ def _prepare_environment(spec: ActorSpec, config: Config) -> None:
     for name, value in environment(spec, config).items():
         os.environ.setdefault(name, value)
     if gpu_locks.asked() and not torchrun.launched():
-        guests = "-guest" if config.run.colocated and is_guest(spec.kind) else ""  # the trainer's are theirs too
-        gpu_locks.claim_for_this_process(visible_gpus(), spec.gpus(config) // spec.nodes(config), guests)
+        shared = config.run.colocated and spec.kind in sharers(config)  # the trainer's are theirs too
+        kind = "-guest" if is_guest(spec.kind) else "-critic"
+        gpu_locks.claim_for_this_process(visible_gpus(), spec.gpus(config) // spec.nodes(config), kind * shared)
 
 
 def environment(spec: ActorSpec, config: Config) -> dict[str, str]:

@@ -14,8 +14,8 @@ from pydantic import Field, ValidationError
 
 from penstock.pipeline.config import Config, ConfigError
 from penstock.pipeline.resources.loads import load_of
-from penstock.pipeline.resources.memory import trainer_of
-from penstock.pipeline.resources.search import BANDWIDTH_SHARE, critic_times, reference_s, sequences
+from penstock.pipeline.resources.memory import critics_each, trainer_of
+from penstock.pipeline.resources.search import BANDWIDTH_SHARE, critic_rest_s, critic_times, reference_s, sequences
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, switch_s, train_s
 from penstock.pipeline.resources.trainer_memory import version_bytes
 from penstock.services.modeling.decoder_shape import Shape
@@ -167,6 +167,8 @@ def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt:
     trained = train_s(shape, trainer_of(config), step, device) / step.tokens
     whole = prompt + length
     values_s, critic_s = critic_times(config, step, device)
+    switched = switch_s(shape, config.trainer, tensor * stages, device)
+    switched += critic_rest_s(config, device) * critics_each(config)
     most = data * int(sequences(config, shape, tensor, device, whole, share))
     if not most and not isinstance(engine, PluginEngineConfig) and not getattr(engine, "unsized", None):
         raise ConfigError(
@@ -188,7 +190,7 @@ def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt:
         "critic_train_token_s": critic_s / step.tokens,
         "publish_s": version_bytes(shape, config.trainer) / (NETWORK_GB_S * 1e9),
         "pause_s": weights / (tensor * stages) / bandwidth,
-        "switch_s": switch_s(shape, config.trainer, tensor * stages, device) if config.run.colocated else 0.0,
+        "switch_s": switched if config.run.colocated else 0.0,
     }
     return checked("--gpus", found)
 

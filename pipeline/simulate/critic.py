@@ -1,4 +1,4 @@
-"""A critic in virtual time: it takes the trainer's steps, gives their values, and learns while the trainer does."""
+"""A critic in virtual time: it takes the trainer's steps, gives their values, and learns, while the trainer does."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from penstock.pipeline.simulate.costs import Costs
 
 
 class Critic:
-    """``changed`` is called when a step has its values, and when the next one may be taken."""
+    """``changed`` is called when a step has its values, and when the next one may be taken; ``works`` is told when it
+    begins (True) or ends its work on one."""
 
-    def __init__(self, clock: Clock, costs: Costs, changed: Callable[[], None]) -> None:
-        self._clock, self._costs, self._changed = clock, costs, changed
+    def __init__(
+        self,
+        clock: Clock,
+        costs: Costs,
+        changed: Callable[[], None],
+        works: Callable[[bool], None] = lambda begins: None,
+    ) -> None:
+        self._clock, self._costs, self._changed, self._works = clock, costs, changed, works
         self.version = 0
         """Steps that it has learned from; the next one to take."""
         self.valued = 0
@@ -24,6 +31,7 @@ class Critic:
     def take(self, tokens: int) -> None:
         """The next step, of so many tokens."""
         self.idle = False
+        self._works(True)
         self._clock.begins()
         self._work(tokens * self._costs.critic_values_token_s, partial(self._values, tokens))
 
@@ -34,6 +42,7 @@ class Critic:
 
     def _learned(self) -> None:
         self._clock.ends()
+        self._works(False)
         self.version += 1
         self.idle = True
         self._changed()

@@ -27,6 +27,7 @@ from penstock.services.broker.rules.gate import Gate
 from penstock.services.broker.rules.groups import GroupTracker
 from penstock.services.broker.rules.journal import Volatile
 from penstock.services.broker.rules.leases import Lease
+from penstock.services.critic.config import shares_devices
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.runtime.errors import SetupError
@@ -100,7 +101,12 @@ class World:
             else Scorer(self.clock, counts[kind])
             for kind in self._columns if kind != REWARD
         }  # fmt: skip
-        self._critic = Critic(self.clock, costs, self._turn) if config.with_critic else None
+        self._in_turn = config.run.colocated and shares_devices(config)
+        """The critic has the trainer's devices, too."""
+        works = [partial(self._sleep, "critic")] if self._in_turn else []
+        self._critic = Critic(self.clock, costs, self._turn, *works) if config.with_critic else None
+        self._at_work: set[str] = set()
+        """Learners that have the devices of rollouts and reference."""
         slots = most_at_once(config)
         if config.run.deterministic:  # each group is decoded alone
             slots = self._n
@@ -246,11 +252,15 @@ class World:
         critic = self._critic
         if critic is None or not critic.idle or critic.version > min(self._version + 1, self._steps - 1):
             return
+        if self._in_turn and self._trains:
+            return
         if self._there_is(critic.version) and (step := self._groups.take(critic.version, 0)):
             critic.take(sum(self._made[number].learned for number in step.groups))
 
     def _take(self) -> None:
         if self._trains or self._version >= self._steps or not self._there_is(self._version):
+            return
+        if self._in_turn and self._critic and not self._critic.idle:
             return
         if self._colocated and any(rollout.alive and rollout.fetches for rollout in self._rollouts):
             return  # whoever sleeps cannot load a version
@@ -260,15 +270,18 @@ class World:
         made = [self._made[number] for number in step.groups]
         tokens = sum(group.tokens for group in made)
         self._trains = True
-        self._sleep(True)
+        self._sleep("trainer", True)
         self.clock.begins()
         learned = sum(group.learned for group in made)
         seconds = learned * self._costs.train_token_s + self._costs.switch_s * self._colocated
         self._training = self.clock.after_work(seconds, partial(self._trained, made, tokens, seconds))
 
-    def _sleep(self, asleep: bool) -> None:
-        """Where the devices of rollouts and reference are the trainer's, they are used by it or by them."""
-        if self._colocated:
+    def _sleep(self, learner: str, works: bool) -> None:
+        """Where the devices of rollouts and reference are a ``learner``'s, they are used by it or by them."""
+        before = bool(self._at_work)
+        self._at_work = self._at_work | {learner} if works else self._at_work - {learner}
+        asleep = bool(self._at_work)
+        if self._colocated and asleep != before:
             for rollout in self._rollouts:
                 rollout.engine.sleep(asleep)
             for kind, scorer in self._scorers.items():
@@ -288,7 +301,7 @@ class World:
 
     def _trained(self, made: list[Finished], tokens: int, seconds: float) -> None:
         self.clock.ends()
-        self._sleep(False)
+        self._sleep("trainer", False)
         self._trains, self._training = False, None
         self._train_s += seconds
         held = self._version
@@ -362,18 +375,18 @@ class World:
         if self._training:
             self.clock.call_off(self._training)
             self.clock.ends()
-            self._sleep(False)
+            self._sleep("trainer", False)
         self._training, self._trains = None, True
         self.clock.after(self._costs.start_s, partial(self._trainer_redoes, redone))
 
     def _trainer_redoes(self, seconds: float) -> None:
-        self._sleep(True)
+        self._sleep("trainer", True)
         self.clock.begins()
         self.clock.after_work(seconds, partial(self._trainer_returns, seconds))
 
     def _trainer_returns(self, redone: float) -> None:
         self.clock.ends()
-        self._sleep(False)
+        self._sleep("trainer", False)
         self._redone_s += redone
         self._trains = False
         self._mortal(self._costs.trainer_lives_s, self._trainer_dies)

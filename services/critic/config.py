@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 
 from penstock.services.learning.config import LearnerConfig, OptimizerConfig
@@ -15,12 +17,21 @@ class CriticOptimizerConfig(OptimizerConfig):
     two."""
 
 
+def shares_devices(config: Any) -> bool:
+    """Of a whole config: with `run.placement`: colocated the critic is on the trainer's devices."""
+    critic, on_cpu = config.critic, [each.device == "cpu" for each in (config.critic, config.trainer)]
+    return config.with_critic and not critic.own_gpus and on_cpu[0] == on_cpu[1]
+
+
 class CriticConfig(LearnerConfig):
     """The critic; there is none where nothing reads its column ``values``."""
 
     path: str | None = None
     """The model that it starts from, e.g. ``Qwen/Qwen2.5-0.5B``; null: the policy's own. Its head, one number a token,
     starts at 0 where the model has none."""
+    own_gpus: bool = False
+    """Whether it has GPUs of its own also with `run.placement`: colocated, e.g. ``true``; false: it is on the trainer's
+    then, and the two take turns. See docs/memory.md."""
     warmup_steps: int = Field(0, ge=0)
     """Steps in which the critic learns and the policy stands still, e.g. ``10``: a policy that follows a critic which
     knows nothing yet unlearns. The policy's learning rate warms up behind them."""

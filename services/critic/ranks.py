@@ -14,6 +14,7 @@ from penstock.protocols.messages import Batch
 from penstock.services.critic.learner import CriticLearner
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch, open_batch
+from penstock.services.learning.shift import Shift
 from penstock.services.modeling.load import vocabulary_of
 from penstock.services.modeling.parallel.fsdp import local
 
@@ -55,8 +56,8 @@ class Steps:
 class WorkerRank:
     """Rank 1 and above. `run` returns when rank 0 says so."""
 
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
+    def __init__(self, steps: Steps, shift: Shift | None) -> None:
+        self._steps, self._shift = steps, shift
 
     @property
     def version(self) -> int:
@@ -76,6 +77,16 @@ class WorkerRank:
                 self._steps.learner.version = int(world.share())
             elif what == "save":
                 self._steps.saver.begin()
+            elif what == "rest":
+                assert self._shift
+                self._shift.end(self._steps.learner)
+            elif what == "want":
+                assert self._shift
+                self._shift.want()
+            elif what == "work":
+                assert self._shift
+                self._shift.follow()
+                self._shift.begin(self._steps.learner)
             elif what == "end":
                 self._steps.saver.close()
                 world.close()

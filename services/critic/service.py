@@ -13,13 +13,14 @@ import torch
 
 from penstock.protocols.columns import VALUES
 from penstock.protocols.messages import Batch, Learned, Skip, StepColumn
-from penstock.services.critic.config import CriticConfig
+from penstock.services.critic.config import CriticConfig, shares_devices
 from penstock.services.critic.learner import CriticLearner
 from penstock.services.critic.ranks import Steps, WorkerRank
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.handed_on import HandedOn
 from penstock.services.learning.saving import Saving
+from penstock.services.learning.shift import Shift
 from penstock.services.learning.step_desk import ANSWER_DEADLINE_S, StepDesk
 from penstock.services.modeling import determinism
 from penstock.services.modeling.load import check_vocabulary, device_of, load_tokenizer
@@ -42,8 +43,12 @@ class Critic:
     trains on them: a trainer or a critic that is started again finds those of every step that is to be redone.
     """
 
-    def __init__(self, context: ActorContext, steps: Steps, tail: list[dict[str, Any]], config: CriticConfig) -> None:
-        self._steps, self._learner, self._config = steps, steps.learner, config
+    def __init__(
+        self, context: ActorContext, steps: Steps, tail: list[dict[str, Any]], config: CriticConfig, shift: Shift | None
+    ) -> None:
+        self._steps, self._learner, self._config, self._shift = steps, steps.learner, config, shift
+        self._resting = False
+        """Its devices are others'."""
         self._world = self._learner.world
         self.actor = Actor("critic", context)
         kept, folder = config.checkpoint, context.folder
@@ -60,7 +65,9 @@ class Critic:
         while (batch := self._take()) is not None:
             self._train(batch)
         if self._learner.version:
+            self._work()
             self._save()
+            self._rest()
         self._saving.finish(final=self._desk.stopped is None)
         self._saving.hand_on(self._desk.stopped is not None)
         reason = self._desk.until_stopped()
@@ -71,8 +78,12 @@ class Critic:
         return reason
 
     def _take(self) -> Batch | None:
+        """The next batch, once there is one; others may have the devices meanwhile."""
         while True:
+            self._rest()
             said = self._desk.take(self._learner.version, self._tail[-1]["groups"] if self._tail else [])
+            if said is not None:
+                self._work()
             if not isinstance(said, Skip):
                 return said
             log.warning("goes on with another step: the store is not the one before", step=said.step, was=self.version)
@@ -85,6 +96,18 @@ class Critic:
                 self._save()  # before those of later numbers go: it would be gone with this process
                 self._saving.finish(final=False)
             self._steps.saver.forget_above(said.step)
+
+    def _rest(self) -> None:
+        if self._shift and not self._resting:
+            self._world.order("rest")
+            self._shift.end(self._learner)
+            self._resting = True
+
+    def _work(self) -> None:
+        if self._shift and self._resting:
+            self._shift.take(self._desk.hear)
+            self._shift.begin(self._learner)
+            self._resting = False
 
     @property
     def version(self) -> int:
@@ -110,6 +133,7 @@ class Critic:
         self._tail = [*self._tail, {"step": batch.step, "groups": [g.number for g in batch.groups]}][-TAIL_STEPS:]
         self.actor.version = self._learner.version
         metrics |= {"critic_step": float(batch.step)}
+        metrics |= {"critic_turn_wait_s": self._shift.waited_s} if self._shift else {}
         metrics |= {"critic_values_s": valued - started, "critic_train_s": time.monotonic() - valued}
         learned = Learned(step=batch.step, digest=digest, metrics=metrics)
         self._desk.wait(self.actor.mailbox.ask_later(learned, ANSWER_DEADLINE_S))
@@ -143,6 +167,10 @@ def make(context: ActorContext, config: Any, kind: str) -> Critic | WorkerRank:
     check_vocabulary(context.model_path, path, key)
     if config.run.deterministic:
         determinism.pin(context.folder, world.named(kind), context.threads)
+    shift = None
+    if config.run.colocated and shares_devices(config):
+        shift = Shift(world, kind, context.folder, critic.device, config.run.turn_s, opens=False)
+        shift.start()
     folder = context.folder / "critic" / "checkpoints"
     own = critic.pinned() if config.run.deterministic else critic
     gamma, lam = (_of_returns(config, name) for name in ("gamma", "lam"))
@@ -161,7 +189,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Critic | WorkerRank:
     kept, tokenizer = critic.checkpoint, load_tokenizer(path, key=key)
     saver = checkpoint.Saver(learner, tokenizer, folder, kept.keep, kept.keep_every)
     steps = Steps(learner, saver, config.columns, config.run.deterministic)
-    return WorkerRank(steps) if world.rank else Critic(context, steps, tail, critic)
+    return WorkerRank(steps, shift) if world.rank else Critic(context, steps, tail, critic, shift)
 
 
 def _of_returns(config: Any, name: str) -> float:

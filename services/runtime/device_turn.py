@@ -1,9 +1,12 @@
-"""Whose turn it is on devices that several processes of a run share: the trainer's alone, or everybody else's.
+"""Whose turn it is on devices that several processes of a run share: a learner's alone (the trainer, the critic), or
+the guests' (rollouts, the reference).
 
-Two kinds of files in the run's folder, for each device: ``NAME.trainer``, locked by a rank of the trainer that wants
-the device or has it, and ``NAME.guest``, locked by a guest (a rollout, the reference) as long as it uses the device. A
-guest locks its own file, then looks at the trainers'; a trainer locks its own, then waits for all guests'. So whoever
-comes second sees the first. The kernel lets go of the locks of a process that dies, however it dies.
+Files in the run's folder, for each device: ``NAME.learner``, locked by a rank of a learner that wants the device or has
+it, and ``NAME.guest``, locked by a guest as long as it uses the device. A guest locks its own file, then looks at the
+learners'; a learner locks its own, then waits for all guests'. So whoever comes second sees the first. Of two learners
+one has ``first``, a lock of the device of rank 0, which takes it before the other ranks ask for their devices: or each
+learner could have some, and wait for the rest. ``NAME.working`` is locked by a rank that has its device: one whose
+rank 0 has died may have it still. The kernel lets go of the locks of a process that dies, however it dies.
 """
 
 from __future__ import annotations
@@ -25,13 +28,16 @@ from penstock.services.runtime.gpus import chosen_gpus, visible_gpus
 
 log = structlog.get_logger()
 
+OWNER_BYTES = 200
 POLL_S = 0.005
 SAY_EVERY_S = 30.0
 LOOK_S = 0.01
 """A guest looks so often whether it is wanted, or may go on."""
 TURNS = "turns"
 """Where the files are, in a run's folder."""
-TRAINER, GUEST = ".trainer", ".guest"
+LEARNER, GUEST = ".learner", ".guest"
+WORKING = ".working"
+FIRST = "first"
 BEGUN = "begun"
 """A file that is there once the trainer has let somebody else have a device: guests begin after it, since an engine
 that measures what memory is free must not see others come and go."""
@@ -77,11 +83,12 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class _Lock:
-    """One file."""
+    """One file; ``name`` is who locks it, for people."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, name: str = "") -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._file = path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._path, self._name = path, name or path.stem
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._mine = False
         _open.add(self._file)
 
@@ -100,7 +107,7 @@ class _Lock:
         if not shared and not self._mine:
             self._mine = True
             os.ftruncate(self._file, 0)
-            os.pwrite(self._file, str(os.getpid()).encode(), 0)
+            os.pwrite(self._file, f"{self._name} (pid {os.getpid()})".encode(), 0)
         return True
 
     def give(self) -> None:
@@ -109,66 +116,84 @@ class _Lock:
 
     def is_taken(self) -> bool:
         """By somebody else."""
-        if self.take(shared=True):
+        if not self._mine and self.take(shared=True):
             self.give()
             return False
-        return True
+        return not self._mine
 
     @property
     def owner(self) -> str:
         """Who took it last, for people."""
-        return f"{self._path.stem} (pid {os.pread(self._file, 20, 0).decode() or '?'})"
+        return os.pread(self._file, OWNER_BYTES, 0).decode(errors="replace") or f"{self._path.stem} (pid ?)"
 
 
 class _Others:
-    """The locks of one kind of a device, whoever has made them."""
+    """The locks of one kind of a device, whoever has made them, but for ranks of the learner ``besides``."""
 
-    def __init__(self, folder: Path, kind: str) -> None:
-        self._folder, self._kind = folder, kind
+    def __init__(self, folder: Path, kind: str, besides: str = "") -> None:
+        self._folder, self._kind, self._besides = folder, kind, besides
         self._known: dict[Path, _Lock] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
     def busy(self) -> list[_Lock]:
         """Those that are taken."""
         for path in self._folder.iterdir():
-            if path.suffix == self._kind and path not in self._known:
+            mine = self._besides and path.stem.partition("-")[0] == self._besides
+            if path.suffix == self._kind and not mine and path not in self._known:
                 self._known[path] = _Lock(path)
         return [lock for lock in self._known.values() if lock.is_taken()]
 
 
-class TrainersTurn:
-    """A rank's side, called ``name``, at its ``device``; ``patience_s`` is how long guests may take to give that up
-    (`run.turn_s`)."""
+class LearnersTurn:
+    """A rank's side, called ``name`` (``trainer``, ``trainer-1`` of several), at its ``device``; ``first`` is rank 0.
+    ``patience_s`` is how long others may take to give that up (`run.turn_s`). Guests begin once one that ``opens`` has
+    let them."""
 
-    def __init__(self, folder: Path, device: str, name: str, patience_s: float) -> None:
-        self._folder, self._device, self._patience_s = folder, device, patience_s
-        self._own = _Lock(folder / device / f"{name}{TRAINER}")
-        self._guests = _Others(folder / device, GUEST)
+    def __init__(
+        self, folder: Path, device: str, name: str, patience_s: float, first: bool = True, opens: bool = True
+    ) -> None:
+        self._folder, self._device, self._patience_s, self._opens = folder, device, patience_s, opens
+        here, learner = folder / device, name.partition("-")[0]
+        self._own = _Lock(here / f"{name}{LEARNER}", name)
+        self._first = _Lock(here / FIRST, name) if first else None
+        self._working = _Lock(here / f"{name}{WORKING}", name)
+        self._guests = _Others(here, GUEST)
+        self._learners, self._workers = (_Others(here, kind, besides=learner) for kind in (LEARNER, WORKING))
         self._held: tuple[float, float | None] = 0.0, None
         """Seconds of turns that are over, and since when the present one is; replaced at once, as others read it."""
+        self._another: float | None = None
+        """When another learner was last seen at work, if it was when it was last looked for."""
         self.waited_s = 0.0
         """How long the last turn took to come."""
 
     @property
     def held_s(self) -> float:
-        """For how long guests had to wait, up to now."""
+        """For how long guests had to wait, up to now: also for another learner, as far as `remind` has seen."""
         over, since = self._held
         return over + (time.monotonic() - since if since is not None else 0.0)
 
+    def wanted(self) -> bool:
+        """Another learner has the device, or waits for it."""
+        return bool(self._learners.busy())
+
+    def want(self) -> None:
+        """Guests give the device up, and do not take it again."""
+        if self._held[1] is None:
+            self._held = self._held[0], time.monotonic()
+        self._own.take()
+
+    def leads(self) -> bool:
+        """Whether no other learner may work here, from now on until `give`."""
+        return not self._ahead()
+
+    def queue(self, wait: Callable[[], None] = health.beat) -> None:
+        """Until `leads`; ``wait`` is called meanwhile. Raises `TurnError`."""
+        self._until(self._ahead, wait)
+
     def take(self, wait: Callable[[], None] = health.beat) -> None:
-        """Until the device is the trainer's; ``wait`` is called meanwhile. Raises `TurnError`."""
-        begun = time.monotonic()
-        self._held = self._held[0], begun
-        while busy := self._busy():
-            if time.monotonic() - begun > self._patience_s:
-                self._give()
-                raise TurnError(
-                    f"{' and '.join(lock.owner for lock in busy)} did not give up {self._device} within "
-                    f"{self._patience_s:g} s (run.turn_s)"
-                )
-            wait()
-            time.sleep(POLL_S)
-        self.waited_s = time.monotonic() - begun
+        """Until the device is the learner's; ``wait`` is called meanwhile. Raises `TurnError`."""
+        self._until(self._busy, wait)
+        self.waited_s = time.monotonic() - (self._held[1] or 0.0)
         log.debug("at work", waited_s=round(self.waited_s, 3))
 
     def give(self) -> None:
@@ -178,18 +203,46 @@ class TrainersTurn:
         self.remind()
 
     def remind(self) -> None:
-        """Guests may begin, also where somebody has begun the run's folder anew meanwhile."""
-        if not (self._folder / BEGUN).exists():
+        """While it is not this one's: guests may begin, also where somebody has begun the run's folder anew
+        meanwhile."""
+        if self._opens and not (self._folder / BEGUN).exists():
             (self._folder / BEGUN).touch()
+        over, since = self._held
+        if since is None:
+            seen, now = self._another, time.monotonic()
+            self._another = now if self._workers.busy() else None
+            self._held = over + (now - seen if seen is not None else 0.0), None
+
+    def _until(self, busy: Callable[[], list[_Lock]], wait: Callable[[], None]) -> None:
+        begun = time.monotonic()
+        while there := busy():
+            if time.monotonic() - begun > self._patience_s:
+                self._give()
+                raise TurnError(
+                    f"{' and '.join(lock.owner for lock in there)} did not give up {self._device} within "
+                    f"{self._patience_s:g} s (run.turn_s)"
+                )
+            wait()
+            time.sleep(POLL_S)
 
     def _give(self) -> None:
-        self._own.give()
+        for lock in (self._working, self._first, self._own):
+            if lock:
+                lock.give()
         over, since = self._held
         self._held = over + (time.monotonic() - since if since is not None else 0.0), None
 
+    def _ahead(self) -> list[_Lock]:
+        """The own lock is taken first, since guests look at it."""
+        self.want()
+        for lock in filter(None, (self._own, self._first)):
+            if not lock.take():
+                return [lock]
+        return self._workers.busy() or [lock for lock in (self._working,) if not lock.take()]
+
     def _busy(self) -> list[_Lock]:
-        """Who uses the device. The own lock is taken first, since guests look at it."""
-        return self._guests.busy() if self._own.take() else [self._own]
+        """Who uses the device."""
+        return self._ahead() or self._guests.busy()
 
 
 class GuestsTurn:
@@ -197,13 +250,13 @@ class GuestsTurn:
 
     def __init__(self, folder: Path, devices: tuple[str, ...], name: str) -> None:
         self._folder = folder
-        self._own = [_Lock(folder / device / f"{name}{GUEST}") for device in devices]
-        self._trainers = [_Others(folder / device, TRAINER) for device in devices]
-        self._starting = [_Lock(folder / device / STARTING) for device in sorted(devices)]
+        self._own = [_Lock(folder / device / f"{name}{GUEST}", name) for device in devices]
+        self._learners = [_Others(folder / device, LEARNER) for device in devices]
+        self._starting = [_Lock(folder / device / STARTING, name) for device in sorted(devices)]
 
     def wanted(self) -> bool:
-        """The trainer has one of the devices, or waits for it."""
-        return any(others.busy() for others in self._trainers)
+        """A learner has one of the devices, or waits for it."""
+        return any(others.busy() for others in self._learners)
 
     def take(self) -> bool:
         """Whether all of the devices may be used, now and until `give`."""
@@ -219,14 +272,14 @@ class GuestsTurn:
             lock.give()
 
     def enter(self) -> None:
-        """Waits for the first turn, as long as the trainer works, or another guest begins, until `started`."""
+        """Waits for the first turn, as long as a learner works, or another guest begins, until `started`."""
         begun = said = time.monotonic()
         while not ((self._folder / BEGUN).exists() and self._may_start()):
             if time.monotonic() - said > SAY_EVERY_S:
                 said = time.monotonic()
-                owners = [lock.owner for others in self._trainers for lock in others.busy()]
+                owners = [lock.owner for others in self._learners for lock in others.busy()]
                 starting = [lock.owner for lock in self._starting if lock.is_taken()]
-                log.info("waiting for the device", trainers=owners, starting=starting, waited_s=round(said - begun))
+                log.info("waiting for the device", learners=owners, starting=starting, waited_s=round(said - begun))
             health.beat()
             time.sleep(POLL_S)
 
@@ -237,7 +290,7 @@ class GuestsTurn:
         return False
 
     def others_start(self) -> bool:
-        """Another guest begins on one of the devices: the trainer waits for it, and it measures what is free."""
+        """Another guest begins on one of the devices: a learner waits for it, and it measures what is free."""
         return any(lock.is_taken() for lock in self._starting)
 
     def started(self) -> None:
@@ -255,7 +308,7 @@ def enter(run_folder: Path, name: str, device: str, count: int = 0) -> GuestsTur
 
 
 class Guest:
-    """Who sleeps while the trainer works; it has the turn when this is made. ``sleep`` and ``wake`` are called by
+    """Who sleeps while a learner works; it has the turn when this is made. ``sleep`` and ``wake`` are called by
     `poll`, in the thread that calls that."""
 
     def __init__(self, turn: GuestsTurn, sleep: Callable[[], None], wake: Callable[[], None]) -> None:
@@ -266,7 +319,7 @@ class Guest:
         self._slept_s, self._asleep_since, self._looked_at = 0.0, 0.0, 0.0
 
     def poll(self) -> bool:
-        """Gives up the device where the trainer wants it, takes it again where it may; returns whether it has it."""
+        """Gives up the device where a learner wants it, takes it again where it may; returns whether it has it."""
         if self.awake:
             now = time.monotonic()
             if now - self._looked_at < LOOK_S:  # locks on a network's disk are not asked for each token

@@ -15,6 +15,7 @@ from penstock.protocols.digests import Gmac
 from penstock.protocols.messages import Batch
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import open_batch
+from penstock.services.learning.shift import Shift
 from penstock.services.modeling import determinism
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.head import compute_head_in
@@ -36,7 +37,6 @@ from penstock.services.trainer.judgements import Judgements
 from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.profiling import profiled
 from penstock.services.trainer.self_teacher import SelfTeacher
-from penstock.services.trainer.shift import Shift
 from penstock.services.turns.tokenizer import Tokenizer
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.sender.shard_exporter import ShardExporter
@@ -114,10 +114,10 @@ def make_rank(context: ActorContext, settings: TrainerSettings) -> Rank:
     world = World.of_torchrun(device, Shape.of(settings.trainer))
     if settings.deterministic:
         determinism.pin(context.folder, world.named("trainer"), context.threads)
-    shift = Shift(world, context.folder, settings.trainer.device, settings.turn_s) if settings.colocated else None
-    if shift:
-        shift.take()
-        shift.begin()
+    shift: Shift | None = None
+    if settings.colocated:
+        shift = Shift(world, "trainer", context.folder, settings.trainer.device, settings.turn_s)
+        shift.start()
 
     def make(path: str) -> Learner:
         trainer = settings.trainer

@@ -149,7 +149,7 @@ class Trainer:
     def _rest(self) -> None:
         """Others have the devices, unless nobody could use them: steps are redone, or the run ends."""
         assert self._publication
-        if self._shift and not self._publication.quiet and not self._desk.stopped:
+        if self._shift and not self._desk.stopped and (not self._publication.quiet or self._shift.wanted()):
             self._settle()
             self._world.order("rest")
             self._shift.end(self._learner, self._publisher.ranks)
@@ -162,7 +162,6 @@ class Trainer:
             self._desk.hear(LOADING_POLL_S)
             self._world.keep_awake()
 
-        self._world.order("work")
         self._shift.take(self._desk.hear)
         self._shift.begin(self._learner, self._publisher.ranks)
         self._resting = False

@@ -60,9 +60,12 @@ class WorkerRank:
                 assert self._shift
                 self._until_sent()
                 self._shift.end(self._learner, self._sender)
+            elif what == "want":
+                assert self._shift
+                self._shift.want()
             elif what == "work":
                 assert self._shift
-                self._shift.take()
+                self._shift.follow()
                 self._shift.begin(self._learner, self._sender)
             elif what == "end":
                 self._until_sent()

@@ -13,7 +13,10 @@ from penstock.pipeline.run.summary import steps_of
 from tests.e2e.runs import WHOLE, Run, check_promises
 from tests.e2e.test_join import join, until
 
+PPO = ["trainer.algorithm.preset=ppo", "critic.optimizer.lr=1.0e-3"]
 COLOCATED = [*WHOLE, "run.placement=colocated", "run.log_level=debug"]
+
+KILLED = "trained:2,published:3,critic-taken:1,critic-valued:3,critic-trained:4"
 
 Span = tuple[datetime, datetime]
 
@@ -38,23 +41,28 @@ def overlaps(some: list[Span], others: list[Span]) -> list[tuple[Span, Span]]:
 @pytest.mark.parametrize(
     ("lag", "more"),
     [
-        (1, []),
+        (1, PPO),
         pytest.param(0, ["trainer.ranks=2", "trainer.lora={rank: 4}"], marks=pytest.mark.chaos),
+        pytest.param(2, [*PPO, "trainer.ranks=2", "critic.ranks=2", "critic.lora={rank: 4}"], marks=pytest.mark.chaos),
     ],
 )
 def test_they_take_turns(tmp_path: Path, lag: int, more: list[str]) -> None:
+    """The trainer, a critic where there is one, and guests, all of whom sleep while one of these works."""
     run = Run(tmp_path, [*COLOCATED, f"gate.max_lag={lag}", *more])
     summary = run.wait()
     check_promises(summary)
     assert summary["steps"] == 6 and summary["restarts"] == 0 and "eval_after" in summary
-    trainer = spans(run, "trainer", "at work", "at rest")
-    assert len(trainer) >= 6
+    learners = ("trainer", "critic") if more[: len(PPO)] == PPO else ("trainer",)
+    ranks = [rank for rank in ("", "-rank1") if (run.folder / "logs" / f"trainer{rank}.jsonl").is_file()]
+    turns = {kind: [s for rank in ranks for s in spans(run, kind + rank, "at work", "at rest")] for kind in learners}
+    assert all(len(found) >= 6 for found in turns.values())
+    assert not overlaps(turns["trainer"], turns.get("critic", []))
     for guest in ("rollout-0", "rollout-1", "reference-0"):
         awake = spans(run, guest, "awake", "asleep")
         assert len(awake) >= 3, guest
-        assert not overlaps(trainer, awake), guest
+        assert not any(overlaps(turn, awake) for turn in turns.values()), guest
     rows = steps_of(run.folder)
-    assert all(0 <= row["turn_wait_s"] < 30 for row in rows)
+    assert all(0 <= row[f"{prefix}turn_wait_s"] < 30 for row in rows for prefix in ["", "critic_"][: len(learners)])
 
 
 @pytest.mark.chaos
@@ -80,15 +88,18 @@ def test_guests_come_with_each_machine_of_the_trainer(tmp_path: Path) -> None:
         assert not overlaps(ranks, spans(run, guest, "awake", "asleep")), guest
 
 
-def test_a_trainer_that_is_killed_at_work_gives_the_devices_back(tmp_path: Path) -> None:
-    """And a rollout that is killed while it sleeps is back when it is awake."""
+def test_learners_that_are_killed_at_work_give_the_devices_back(tmp_path: Path) -> None:
+    """Also a critic before it has said its values, and behind that; and a rollout that is killed while it sleeps is
+    back when it is awake."""
     import os
 
     from penstock.services.runtime.failpoint import VARIABLE
 
-    os.environ[VARIABLE], os.environ["PENSTOCK_KILL_LOG"] = "trained:2,published:3", str(tmp_path / "reached")
+    os.environ[VARIABLE], os.environ["PENSTOCK_KILL_LOG"] = KILLED, str(tmp_path / "reached")
     try:
-        run = Run(tmp_path, [*COLOCATED, "trainer.checkpoint.every=2", "gate.max_lag=2"])
+        run = Run(
+            tmp_path, [*COLOCATED, *PPO, "trainer.checkpoint.every=2", "critic.checkpoint.every=3", "gate.max_lag=2"]
+        )
     finally:
         del os.environ[VARIABLE], os.environ["PENSTOCK_KILL_LOG"]
     run.wait_for_step(4)
@@ -96,4 +107,4 @@ def test_a_trainer_that_is_killed_at_work_gives_the_devices_back(tmp_path: Path)
         victim.kill()
     summary = run.wait()
     check_promises(summary)
-    assert summary["groups_trained"] == 6 * 8 and summary["restarts"] >= 2
+    assert summary["groups_trained"] == 6 * 8 and summary["restarts"] >= 5

@@ -100,6 +100,15 @@ def test_a_critic_gives_values_before_the_trainer_begins_and_learns_beside_it() 
     assert steps_per_s(4, 1.2) == pytest.approx(1 / 1.6, rel=0.03)
 
 
+@pytest.mark.parametrize(("own", "seconds"), [(False, 1 + 0.4 + 0.9 + 0.25), (True, 0.4 + 0.25 + 1)])
+def test_a_critic_on_the_trainers_devices_keeps_rollouts_from_them(own: bool, seconds: float) -> None:
+    """With GPUs of its own it learns beside all others, and its values come while rollouts decode the next step."""
+    keys = {"trainer.algorithm.preset": "ppo", "run.placement": "colocated", "critic.own_gpus": own}
+    times = {"critic_values_token_s": 0.4 / 800, "critic_train_token_s": 0.9 / 800, "train_token_s": 0.25 / 800}
+    found = World(in_one_go(0, **keys), alike(**times), 60).run()
+    assert found.steps_per_s == pytest.approx(1 / seconds, rel=0.03)
+
+
 @pytest.mark.parametrize("preset", ["ppo", "grpo"])
 def test_who_may_generate_one_step_ahead_does_so_as_soon_as_a_step_is_taken(preset: str) -> None:
     """A second of decoding, and one until the step is trained, beside each other."""

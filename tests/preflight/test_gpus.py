@@ -37,6 +37,9 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     return FakeNvml(monkeypatch, (80.0, 80.0), *CUDA_13_DRIVER)
 
 
+PPO = "trainer.algorithm={preset: ppo}"
+
+
 def small(*overrides: str) -> Config:
     return load(Path("configs/grpo-0.5b.yaml"), list(overrides))
 
@@ -153,6 +156,13 @@ def test_a_torch_that_does_not_see_the_gpus_is_an_error(nvml: FakeNvml, monkeypa
             "trainer 0.02.* set .*_utilization=0.90",
         ),
         ((80.0,), ("run.placement=colocated", "rollout.count=2"), "2 rollouts want 2 GPUs, and trainer.ranks=1 has 1"),
+        ((80.0,), ("run.placement=colocated", PPO, "critic.ranks=2"), "critic.ranks=2 want as many GPUs, and trainer"),
+        ((80.0,), ("run.placement=colocated", PPO, "rollout.engine.vllm.gpu_memory_utilization=0.85"), ""),
+        (
+            (80.0,),
+            ("run.placement=colocated", PPO, "rollout.engine.vllm.gpu_memory_utilization=0.97"),
+            "trainer 0.02, rollout-0 0.97, critic 0.02",
+        ),
     ],
 )
 def test_what_shares_a_gpu_must_fit_it(

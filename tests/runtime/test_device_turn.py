@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from penstock.services.runtime.device_turn import Guest, GuestsTurn, TrainersTurn, TurnError, devices_here, forget_turns
+from penstock.services.runtime.device_turn import Guest, GuestsTurn, LearnersTurn, TurnError, devices_here, forget_turns
 from tests.preflight.nvml import FakeNvml
 
 PROGRAM = """
 import fcntl, os, pathlib, random, sys, time
-from penstock.services.runtime.device_turn import Guest, GuestsTurn, TrainersTurn
+from penstock.services.runtime.device_turn import Guest, GuestsTurn, LearnersTurn
 
 kind, name, folder, seed = sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3]), int(sys.argv[4])
+guest = kind == "guest"
 rng, here = random.Random(seed), folder / "here"
 log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
@@ -31,19 +32,24 @@ def use(seconds):
     while time.monotonic() < end:
         for other in os.listdir(here):
             other_kind, where, pid = other.split(".")
-            if other_kind != kind and devices & set(where.split("+")) and os.path.exists(f"/proc/{pid}/cwd"):
+            alone = other_kind != kind or not guest and int(pid) != os.getpid()
+            if alone and devices & set(where.split("+")) and os.path.exists(f"/proc/{pid}/cwd"):
                 if (here / other).exists():
                     os.write(log, f"{mine.name} beside {other}\\n".encode())
         time.sleep(0.0005)
     mine.unlink(missing_ok=True)
     os.write(log, f"{kind}\\n".encode())
 
-if kind == "trainer":
-    turn = TrainersTurn(folder, name, "rank", 20.0)
+if not guest:
+    opens, ranks = kind == "trainer", enumerate(sorted(devices))
+    turns = [LearnersTurn(folder, device, f"{kind}-{rank}", 20.0, not rank, opens) for rank, device in ranks]
     while True:
-        turn.take()
+        turns[0].queue()
+        for turn in turns:
+            turn.take()
         use(rng.uniform(0, 0.03))
-        turn.give()
+        for turn in turns:
+            turn.give()
         time.sleep(rng.uniform(0, 0.03))
 else:
     turn = GuestsTurn(folder, tuple(sorted(devices)), name)
@@ -57,8 +63,8 @@ else:
 
 
 def test_never_both_and_a_death_gives_back(tmp_path: Path) -> None:
-    """Two ranks of a trainer, a guest on one's device, another on both: all are killed again and again, and nobody
-    waits for the dead."""
+    """A trainer on two devices, a critic on both and another on one, a guest on that, another on both: all are killed
+    again and again, and nobody waits for the dead."""
     (tmp_path / "here").mkdir()
     rng, alive = random.Random(0), {}
 
@@ -66,7 +72,7 @@ def test_never_both_and_a_death_gives_back(tmp_path: Path) -> None:
         command = [sys.executable, "-c", PROGRAM, kind, name, str(tmp_path), str(rng.randrange(999))]
         alive[kind, name] = subprocess.Popen(command)
 
-    everyone = [("trainer", "one"), ("trainer", "two"), ("guest", "one"), ("guest", "one+two")]
+    everyone = [("trainer", "one+two"), ("critic", "one+two"), ("other", "two"), ("guest", "two"), ("guest", "one+two")]
     try:
         for who in everyone:
             start(*who)
@@ -84,11 +90,11 @@ def test_never_both_and_a_death_gives_back(tmp_path: Path) -> None:
             process.wait()
     log = (tmp_path / "log").read_text().splitlines()
     assert not [line for line in log if "beside" in line]
-    assert log.count("trainer") > 20 and log.count("guest") > 40
+    assert min(log.count(kind) for kind in ("trainer", "critic", "other", "guest")) > 10
 
 
 def test_whoever_does_not_give_up_is_named(tmp_path: Path) -> None:
-    guest, trainer = GuestsTurn(tmp_path, ("gpu",), "rollout-0"), TrainersTurn(tmp_path, "gpu", "trainer", 0.1)
+    guest, trainer = GuestsTurn(tmp_path, ("gpu",), "rollout-0"), LearnersTurn(tmp_path, "gpu", "trainer", 0.1)
     assert guest.take() and guest.take(), "it has it still"
     with pytest.raises(TurnError, match=r"rollout-0 \(pid \d+\) did not give up gpu within 0.1 s \(run.turn_s\)"):
         trainer.take()
@@ -100,7 +106,7 @@ def test_whoever_does_not_give_up_is_named(tmp_path: Path) -> None:
     assert held > 0.1, "also what was in vain"
     trainer.give()
     assert trainer.held_s == trainer.held_s >= held and guest.take()
-    second = TrainersTurn(tmp_path, "gpu", "trainer", 0.1)
+    second = LearnersTurn(tmp_path, "gpu", "trainer", 0.1)
     guest.give()
     trainer.take()
     with pytest.raises(TurnError, match=r"trainer \(pid \d+\) did not give up gpu"):
@@ -109,7 +115,7 @@ def test_whoever_does_not_give_up_is_named(tmp_path: Path) -> None:
 
 def test_a_guest_sleeps_and_wakes_and_other_threads_wait_for_it(tmp_path: Path) -> None:
     did: list[str] = []
-    turn, trainer = GuestsTurn(tmp_path, ("gpu",), "rollout-0"), TrainersTurn(tmp_path, "gpu", "trainer", 5)
+    turn, trainer = GuestsTurn(tmp_path, ("gpu",), "rollout-0"), LearnersTurn(tmp_path, "gpu", "trainer", 5)
     assert turn.take()
     guest = Guest(turn, lambda: did.append("sleep"), lambda: did.append("wake"))
     assert guest.poll() and guest.awake
@@ -136,7 +142,7 @@ def test_a_guest_sleeps_and_wakes_and_other_threads_wait_for_it(tmp_path: Path) 
 
 def test_guests_begin_after_the_trainer(tmp_path: Path) -> None:
     folder = tmp_path / "turns"
-    turn, trainer = GuestsTurn(folder, ("gpu",), "rollout-0"), TrainersTurn(folder, "gpu", "trainer", 5)
+    turn, trainer = GuestsTurn(folder, ("gpu",), "rollout-0"), LearnersTurn(folder, "gpu", "trainer", 5)
     entering = threading.Thread(target=turn.enter)
     entering.start()
     time.sleep(0.05)
@@ -164,7 +170,7 @@ if os.fork() == 0:
 os.kill(os.getpid(), 9)
 """
     subprocess.run([sys.executable, "-c", program], check=False)
-    TrainersTurn(tmp_path, "gpu", "trainer", 0.5).take()
+    LearnersTurn(tmp_path, "gpu", "trainer", 0.5).take()
 
 
 def test_devices_have_one_name_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +201,7 @@ time.sleep(60)
 
 def test_guests_begin_one_after_the_other(tmp_path: Path) -> None:
     """Each measures what memory is free on its devices; one that dies while it begins holds up nobody."""
-    TrainersTurn(tmp_path, "one", "rank", 1.0).remind()
+    LearnersTurn(tmp_path, "one", "trainer", 1.0).remind()
     kinds = ["one", "one+two", "two"]
     started = [
         subprocess.Popen([sys.executable, "-c", STARTS, str(tmp_path), kind, str(number)], stdout=subprocess.PIPE)
@@ -218,7 +224,7 @@ def test_guests_begin_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_nobody_leaves_a_device_while_another_measures_it(tmp_path: Path) -> None:
-    trainer, slept = TrainersTurn(tmp_path, "one", "rank", 5.0), []
+    trainer, slept = LearnersTurn(tmp_path, "one", "trainer", 5.0), []
     trainer.remind()
     first, second = (GuestsTurn(tmp_path, ("one",), name) for name in ("first", "second"))
     first.enter()

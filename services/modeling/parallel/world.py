@@ -20,7 +20,7 @@ from penstock.protocols.messages import Batch
 from penstock.services.runtime.errors import SetupError
 
 T = TypeVar("T")
-Order = Literal["publish", "train", "rows", "measure", "save", "skip", "rest", "work", "wait", "end"]
+Order = Literal["publish", "train", "rows", "measure", "save", "skip", "rest", "want", "work", "wait", "end"]
 """What rank 0 tells the others to do."""
 
 DIMENSIONS = ("stage", "replica", "shard", "tensor")

@@ -1,0 +1,90 @@
+"""When a learner's ranks may use their devices, where these are others' too (`run.placement`: colocated)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.services.learning.model_learner import ModelLearner
+from penstock.services.modeling.parallel.world import World
+from penstock.services.runtime.device_turn import TURNS, LearnersTurn, devices_here
+from penstock.services.weights.sender.rank_sender import RankSender
+
+
+class Shift:
+    """Of one rank of the learner ``kind``: every rank has a turn of its own, at its own device. Rank 0 calls `take`,
+    which orders the others what to do; all call the other methods, in the same order. Guests begin once one that
+    ``opens`` has let them."""
+
+    def __init__(
+        self, world: World, kind: str, folder: Path, device: str, patience_s: float, opens: bool = True
+    ) -> None:
+        self._world, self._patience_s = world, patience_s
+        place = int(os.environ.get("LOCAL_RANK", "0"))
+        devices = devices_here(device)
+        mine = devices[place] if len(devices) > 1 else devices[0]
+        self._turn = LearnersTurn(folder / TURNS, mine, world.named(kind), patience_s, not world.rank, opens)
+
+    @property
+    def held_s(self) -> float:
+        """How long it was a learner's turn, up to now."""
+        return self._turn.held_s
+
+    @property
+    def waited_s(self) -> float:
+        """How long the last turn took to come."""
+        return self._turn.waited_s
+
+    def wanted(self) -> bool:
+        """Another learner waits for this rank's device, or has it."""
+        return self._turn.wanted()
+
+    def start(self) -> None:
+        """The first turn, before a model is loaded. Raises `TurnError`."""
+        if self._world.rank == 0:
+            self._turn.queue()
+        self._world.meet(self._patience_s)
+        self._turn.take()
+        self.begin()
+
+    def take(self, wait: Callable[[], None]) -> None:
+        """Rank 0: until no other learner works, and guests sleep; ``wait`` is called meanwhile. Raises `TurnError`."""
+        if not self._turn.leads():
+            self._world.order("want")  # or guests would wake on the other devices between two learners' turns
+
+            def waiting() -> None:
+                wait()
+                self._world.keep_awake()
+
+            self._turn.queue(waiting)
+        self._world.order("work")
+        self._turn.take(wait)
+
+    def want(self) -> None:
+        """A rank beside rank 0, which waits for another learner: guests are to sleep on."""
+        self._turn.want()
+
+    def follow(self) -> None:
+        """A rank beside rank 0, which has its device. Raises `TurnError`."""
+        self._turn.take()
+
+    def remind(self) -> None:
+        """While it rests: guests may begin."""
+        self._turn.remind()
+
+    def begin(self, learner: ModelLearner | None = None, sender: RankSender | None = None) -> None:
+        """Once all ranks have taken their devices; ``learner`` and ``sender`` were resting."""
+        self._world.meet(self._patience_s)
+        if learner:
+            learner.wake()
+        if sender:
+            sender.wake()
+
+    def end(self, learner: ModelLearner, sender: RankSender | None = None) -> None:
+        """``learner`` and ``sender`` rest, and others may use the devices."""
+        if sender:
+            sender.rest()
+        learner.rest()
+        self._world.meet(self._patience_s)
+        self._turn.give()
