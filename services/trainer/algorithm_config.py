@@ -15,7 +15,7 @@ from penstock.services.runtime.settings import Section
 from penstock.services.trainer.advantage_config import BuiltInAdvantage, GroupAdvantage
 from penstock.services.trainer.choice import Aggregation, Choice, Traits
 from penstock.services.trainer.loss_config import BuiltInLoss, ClippedLoss
-from penstock.services.trainer.presets import PRESETS, PresetName, expand
+from penstock.services.trainer.presets import PRESETS, PresetName, expand, with_types
 
 # --- corrections -----------------------------------------------------------------------------------------------------
 
@@ -281,7 +281,9 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, data: Any) -> Any:
-        return expand(data) if isinstance(data, dict) and data.get("preset") in PRESETS else data
+        if not isinstance(data, dict):
+            return data
+        return with_types(expand(data) if data.get("preset") in PRESETS else data, GroupAdvantage(), ClippedLoss())
 
     @model_validator(mode="after")
     def _rewards_are_read(self) -> AlgorithmConfig:

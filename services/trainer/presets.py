@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
+from penstock.services.runtime.settings import Section
+
 PresetName = Literal[
     "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "gspo", "cispo", "sapo", "gmpo", "dppo", "gpg",
     "opo", "maxrl", "remax", "distillation", "gkd", "sdpo", "gigpo", "lite_ppo", "luspo", "m2po", "topr", "vapo",
@@ -91,6 +93,16 @@ def expand(given: dict[str, Any]) -> dict[str, Any]:
                     f"preset={preset} takes {key}={{type: {value['type']}}}, and {kind} is given; leave out one of them"
                 )
             found[key] = value | mine
+    return found
+
+
+def with_types(given: dict[str, Any], advantage: Section, loss: Section) -> dict[str, Any]:
+    """``given``, whose sections that name no type are of the default's, where they have none but its keys."""
+    found = dict(given)
+    for key, default in (("advantage", advantage), ("loss", loss)):
+        mine = found.get(key)
+        if isinstance(mine, dict) and "type" not in mine and mine.keys() <= type(default).model_fields.keys():
+            found[key] = {**mine, "type": default.model_dump()["type"]}
     return found
 
 

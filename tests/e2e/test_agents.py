@@ -172,7 +172,7 @@ def test_a_run_plays_with_agents_that_it_starts_itself(tmp_path: Path) -> None:
     run = Run(tmp_path, [*TINY, "trainer.steps=3", "gateway.lost_s=4", programs], CONFIG)
     run.wait_for_step(0)
     assert "which you start beside it" not in run.output.read_text()
-    play = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"][2:4] == ["play", str(run.folder)]]
+    play = [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[2:4] == ["play", str(run.folder)]]
     play[0].kill()
     summary = run.wait(240)
     check_promises(summary)

@@ -211,6 +211,16 @@ def test_a_preset_is_what_it_expands_to(name: str) -> None:
     assert AlgorithmConfig.model_validate(config.model_dump()) == config
 
 
+def test_options_of_the_default_need_no_type() -> None:
+    made = AlgorithmConfig.model_validate({"advantage": {"std": False}, "loss": {"clip_high": 0.28}})
+    assert made.advantage.type == "grpo" and made.loss.type == "ppo_clip" and made.loss.clip_high == 0.28
+    of_preset = AlgorithmConfig.model_validate({"preset": "ppo", "advantage": {"lam": 0.9}, "loss": {"clip_low": 0.1}})
+    assert of_preset.advantage.type == "gae" and of_preset.loss.type == "ppo_clip"
+    for other in ({"advantage": {"lam": 0.9}}, {"loss": {"clip_high": 0.3, "temperature": 1.0}}):
+        with pytest.raises(ValidationError, match="Unable to extract tag"):
+            AlgorithmConfig.model_validate(other)
+
+
 def test_a_preset_and_another_choice_are_an_error() -> None:
     with pytest.raises(ValidationError, match=r"preset=gspo takes loss=\{type: gspo\}, and ppo_clip is given"):
         AlgorithmConfig.model_validate({"preset": "gspo", "loss": {"type": "ppo_clip"}})
