@@ -166,6 +166,7 @@ class Mailbox:
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_write.setblocking(False)
         self._closing = threading.Event()
+        self._linger_ms = LINGER_MS
         self._ended = "the mailbox was closed"
         self._thread = threading.Thread(target=self._run, name="mailbox", daemon=True)
         self._thread.start()
@@ -214,8 +215,9 @@ class Mailbox:
         why = f"has answered nothing so far: {elsewhere}are keys missing, wrong, or not wanted there?"
         return "" if self._heard else why
 
-    def close(self, linger_s: float = 2.0) -> None:
-        """Sends what is queued, then closes."""
+    def close(self, linger_s: float = LINGER_MS / 1000) -> None:
+        """Sends what is queued, for so long where nobody takes it, then closes."""
+        self._linger_ms = int(1000 * linger_s)
         self._closing.set()
         self._wake()
         self._thread.join(linger_s + 1)
@@ -287,7 +289,7 @@ class Mailbox:
                 request.future.set_exception(DeadlineError(f"{request.what}: {self._ended}"))
             for each in (line, beats):
                 if each:
-                    each.close(LINGER_MS)
+                    each.close(self._linger_ms)
             context.term()
             self._wake_read.close()
             self._wake_write.close()

@@ -138,7 +138,7 @@ class _Launch:
     def close(self) -> None:
         """Leaves no process behind."""
         if self._mailbox:
-            self._mailbox.close()
+            self._mailbox.close(linger_s=0.1)  # what it asked was answered, and the broker may be gone
         forced = self._supervisor.stop(STOP_S, lambda: len(self._interrupted) > 1)
         if forced:
             log.warning("ended by force", children=forced)
