@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from penstock.pipeline.config import Config
 from penstock.pipeline.preflight.report import Report
 from penstock.services.rollout.config import PluginEngineConfig
-from penstock.services.runtime.custom_scorer import ScorerConfig
+from penstock.services.runtime.custom_scorer import ScorerConfig, check_methods
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.plugins import load_plugin
 
@@ -35,5 +35,5 @@ def _look_at(scorer: ScorerConfig, key: str) -> None:
         raise SetupError(f"{key}.options: {scorer.scorer} cannot be made with them: {error}") from None
     except ValueError:
         pass  # a class without a signature that can be read
-    if inspect.isclass(made) and not callable(getattr(made, "score_group", None)):
-        raise SetupError(f"{key}.scorer: {scorer.scorer} has no method score_group(group, columns)")
+    if inspect.isclass(made):
+        check_methods(made, scorer, key)

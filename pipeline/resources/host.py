@@ -22,6 +22,7 @@ from penstock.services.learning.config import LearnerConfig
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime import registry
+from penstock.services.runtime.custom_scorer import ScorerConfig
 from penstock.services.weights.transports.shared_memory import SEGMENTS
 
 SHM, TRAINER = "PENSTOCK_SHM", "PENSTOCK_TRAINER_MEMORY"
@@ -56,6 +57,8 @@ class HostNeeds:
     """On the disk: those that are kept, and the one that is being written."""
     reference: float
     """The reference's model, as `version`; where its sizes are not known, as large as the policy."""
+    scorers: float
+    """Models of scorers that sleep on the trainer's GPUs, as `version`."""
     critic: float
     """Copies of the critic's, as `staging`, and as large; 0: there is none."""
     critic_offloaded: float
@@ -71,11 +74,11 @@ class HostNeeds:
         return ranks * PROCESS_GIB + own + self.shared
 
     def guests(self, config: Config, gpus: int = 8) -> float:
-        """Of rollouts and references that sleep on that node while the trainer works, and of a critic that rests
-        (`run.placement`: colocated)."""
+        """Of rollouts, references and scorers that sleep on that node while the trainer works, and of a critic that
+        rests (`run.placement`: colocated)."""
         if not config.run.colocated:
             return 0.0
-        references = config.reference.count * self.reference * config.with_reference
+        references = config.reference.count * self.reference * config.with_reference + self.scorers
         here = min(gpus, config.trainer.ranks) / config.trainer.ranks
         critic = self.beside("critic", config) * shares_devices(config)
         return here * (config.rollout.count * self.asleep(config) + references) + critic
@@ -175,11 +178,12 @@ def host_needs(config: Config) -> HostNeeds | None:
     reference, learned = _version(others[0]), others[1]
     shares = config.run.colocated and shares_devices(config)
     critic, of_critic = _critic(learned, config.critic, shares) if config.with_critic else (0.0, 0.0)
+    scorers = sum(scorer.count * _asleep(config, scorer) for scorer in config.scorers.values() if not scorer.own_gpus)
     steps = config.trainer.steps or 0  # where nobody has counted them: none stay for ever
     checkpoints = config.trainer.checkpoint.kept(steps) * state + config.critic.checkpoint.kept(steps) * critic
     kept = _activations(shape, config.trainer)
     return HostNeeds(
-        version, shared, offloaded, kept, resting, copies * state, routing, checkpoints, reference,
+        version, shared, offloaded, kept, resting, copies * state, routing, checkpoints, reference, scorers,
         config.critic.replicas * critic, of_critic, _activations(learned, config.critic) * config.with_critic,
     )  # fmt: skip
 
@@ -215,6 +219,13 @@ def _activations(shape: Shape, learner: LearnerConfig) -> float:
     each = shape.learned_bytes * at_once(shape, learner) / learner.sequence_parallel * shape.hidden
     block = 2 ** math.ceil(math.log2(each))  # as registered memory comes
     return learner.ranks * shape.layers * block / GIB
+
+
+def _asleep(config: Config, scorer: ScorerConfig) -> float:
+    """GiB of a built-in scorer's model; 0 where its sizes are not known here."""
+    path = scorer.options.get("path") if scorer.built_in else None
+    shape = shape_of(config, str(path)) if path else None
+    return _version(shape) if shape else 0.0
 
 
 def _version(shape: Shape) -> float:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from penstock.pipeline.config import Config, ConfigError, TinyModel
 from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.model_shape import shape_of, tiny_shape
-from penstock.pipeline.resources.readers import reference_gib, references_each, scorer_gib, shorter, uncounted
+from penstock.pipeline.resources.readers import readers_each, reference_gib, scorer_gib, shorter, uncounted
 from penstock.pipeline.resources.trainer_memory import (
     GIB,
     OVERHEAD_GIB,
@@ -267,8 +267,8 @@ def _ranks_that_fit(shape: Shape, trainer: TrainerConfig, room: float, beside: S
 
 def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> None:
     """What lies on a GPU at once: a learner's peak beside who sleeps; who is awake beside the learners' contexts."""
-    references, critics = references_each(config, config.trainer.ranks), critics_each(config)
-    sleepers = (1 + references + critics) * OVERHEAD_GIB
+    (readers, readers_gib), critics = readers_each(config, config.trainer.ranks), critics_each(config)
+    sleepers = (1 + readers + critics) * OVERHEAD_GIB
     peak = trainer_gib(shape, trainer_of(config), room, staged(config)) + sleepers
     found.lines.append(f"at work: the trainer beside who sleeps, {peak:.1f} GiB of each GPU")
     if critics and (need := critic_gib(config, room)):
@@ -287,11 +287,13 @@ def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> N
     engine = config.rollout.engine
     if isinstance(engine, PluginEngineConfig | NoEngineConfig):
         return
-    beside = (1 + critics) * OVERHEAD_GIB + references * (reference_gib(config) or 0.0)
+    beside = (1 + critics) * OVERHEAD_GIB + readers_gib
     context = "the contexts of trainer and critic" if critics else "the trainer's context"
-    others = f"the reference and {context}" if references else context
-    if references and reference_gib(config) is None:
-        others = f"{context}, and the reference, which is not counted"
+    known = {"the reference": reference_gib(config)} if config.with_reference else {}
+    known |= {f"scorers.{kind}": scorer_gib(config, kind) for kind, s in config.scorers.items() if not s.own_gpus}
+    others = " and ".join([*(name for name, need in known.items() if need), context])
+    if unknown := [name for name, need in known.items() if need is None]:
+        others += f" ({', '.join(unknown)} not counted)"
     if isinstance(engine, TorchEngineConfig):
         need = embedded_gib(config, shape)
         found.lines.append(f"at rest: an engine's {need:.1f} GiB of each GPU, beside {beside:.1f} GiB of {others}")

@@ -8,13 +8,15 @@ from penstock.pipeline.config import Config, ConfigError
 from penstock.services.critic.config import shares_devices
 from penstock.services.runtime import registry
 
-GUESTS = ("rollout", "reference")
-"""Kinds of actors that can sleep."""
+
+def guests(config: Config) -> tuple[str, ...]:
+    """Kinds of actors that sleep while a learner works, if `run.placement` is colocated."""
+    return ("rollout", "reference", *(kind for kind, scorer in config.scorers.items() if not scorer.own_gpus))
 
 
 def sharers(config: Config) -> tuple[str, ...]:
     """Kinds of actors that are on the trainer's GPUs, if `run.placement` is colocated."""
-    return (*GUESTS, "critic") if shares_devices(config) else GUESTS
+    return (*guests(config), "critic") if shares_devices(config) else guests(config)
 
 
 def place(config: Config, gpus: list[str]) -> dict[str, str]:
@@ -49,14 +51,15 @@ def _in_order(gpus: list[str], each: Mapping[str, int]) -> dict[str, str]:
 
 
 def _colocate(config: Config, gpus: list[str], each: Mapping[str, int]) -> dict[str, str]:
-    """The trainer and scorers have GPUs of their own; guests and critic the trainer's, engines beside each other."""
-    guests = {name: count for name, count in each.items() if is_guest(name)}
+    """The trainer, and scorers that share none, have GPUs of their own; guests and critic the trainer's, engines beside
+    each other."""
+    beside = {name: count for name, count in each.items() if is_guest(config, name)}
     critic = {name: count for name, count in each.items() if name == "critic" and shares_devices(config)}
-    own = {name: count for name, count in each.items() if name not in (*guests, *critic)}
+    own = {name: count for name, count in each.items() if name not in (*beside, *critic)}
     if sum(own.values()) > len(gpus):
         many = ", ".join(f"{name} {count}" for name, count in own.items())
         raise ConfigError(
-            f"this run wants {sum(own.values())} GPUs ({many}), which rollouts and reference share "
+            f"this run wants {sum(own.values())} GPUs ({many}), which others share "
             f"(run.placement=colocated), and there are {len(gpus)}; use fewer ranks (trainer.ranks, critic.ranks)"
         )
     placed = _in_order(gpus, own)
@@ -66,22 +69,22 @@ def _colocate(config: Config, gpus: list[str], each: Mapping[str, int]) -> dict[
             f"run.placement=colocated: critic.ranks={config.critic.ranks} want as many GPUs, and trainer.ranks="
             f"{config.trainer.ranks} has {len(shared)}, which are theirs too; use fewer, or critic.own_gpus=true"
         )
-    return placed | seated(config, shared, guests) | _in_order(shared, critic)
+    return placed | seated(config, shared, beside) | _in_order(shared, critic)
 
 
-def seated(config: Config, gpus: list[str], guests: Mapping[str, int]) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES of ``guests``, who want so many each, among the trainer's ``gpus`` on a machine; empty where
+def seated(config: Config, gpus: list[str], wanting: Mapping[str, int]) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES of guests, ``wanting`` so many each, among the trainer's ``gpus`` on a machine; empty where
     there is none. Raises `ConfigError` where there are too few."""
     if not gpus:
-        return dict.fromkeys(guests, "")
-    engines = {name: count for name, count in guests.items() if name.startswith("rollout")}
+        return dict.fromkeys(wanting, "")
+    engines = {name: count for name, count in wanting.items() if name.partition("-")[0] == "rollout"}
     if sum(engines.values()) > len(gpus):
         raise ConfigError(
             f"run.placement=colocated: {len(engines)} rollouts want {sum(engines.values())} GPUs, and trainer.ranks="
             f"{config.trainer.ranks} has {len(gpus)} here, which are theirs too; use fewer rollouts (rollout.count) or "
             "smaller ones (rollout.engine.vllm.tensor_parallel_size)"
         )
-    others = [name for name in guests if name not in engines]
+    others = [name for name in wanting if name not in engines]
     own = {name: gpus[-1 - index % len(gpus)] for index, name in enumerate(others)}
     return _in_order(gpus, engines) | own
 
@@ -91,10 +94,10 @@ def joining_guests(config: Config) -> dict[str, int]:
     if not config.run.colocated or "trainer" not in config.run.elsewhere:
         return {}
     specs = registry.actors(config)
-    kinds = [kind for kind in GUESTS if kind in config.run.elsewhere and specs[kind].count(config)]
+    kinds = [kind for kind in guests(config) if kind in config.run.elsewhere and specs[kind].count(config)]
     return {kind: -(-specs[kind].count(config) // config.trainer.nodes) for kind in kinds}
 
 
-def is_guest(actor: str) -> bool:
-    """With `run.placement`: colocated, an actor of this kind, or name, sleeps while the trainer works."""
-    return actor.partition("-")[0] in GUESTS
+def is_guest(config: Config, actor: str) -> bool:
+    """With `run.placement`: colocated, an actor of this kind, or name, sleeps while a learner works."""
+    return actor.partition("-")[0] in guests(config)

@@ -16,9 +16,15 @@ BATCH, LONGEST = 8192, 8192
 """Of the built-in scorers, `tokens_per_batch` and `max_length` where nothing else is said."""
 
 
-def references_each(config: Config, ranks: int) -> int:
-    """References on a GPU of a trainer of so many ``ranks``, where most of them are (`run.placement`: colocated)."""
-    return -(-config.reference.count // ranks) if config.with_reference else 0
+def readers_each(config: Config, ranks: int) -> tuple[int, float]:
+    """References and scorers beside an engine on one GPU of a trainer of so many ``ranks`` (`run.placement`:
+    colocated): how many at most, and GiB of theirs at most, as `placement.seated` deals them. What is of no known size
+    counts as nothing."""
+    sizes = [reference_gib(config) or 0.0] * (config.reference.count if config.with_reference else 0)
+    for kind, scorer in config.scorers.items():
+        sizes += [scorer_gib(config, kind) or 0.0] * (0 if scorer.own_gpus else scorer.count)
+    dealt = [sizes[place::ranks] for place in range(ranks)]
+    return max(map(len, dealt)), max(map(sum, dealt))
 
 
 def reference_gib(config: Config) -> float | None:

@@ -30,7 +30,7 @@ from penstock.pipeline.resources.memory import (
 )
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import sharers
-from penstock.pipeline.resources.readers import reference_gib, references_each
+from penstock.pipeline.resources.readers import readers_each
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, forward_s, rest_s, switch_s, train_s
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
 from penstock.services.modeling.decoder_shape import Shape
@@ -187,8 +187,7 @@ def _colocated(
     ranks = count - gpus_but(config, ("trainer", *sharers(config)))
     if ranks < 1 or (ranks > MACHINE and ranks % MACHINE):
         return
-    each, critics = references_each(config, ranks), critics_each(config)
-    beside = each * (reference_gib(config) or 0.0) if each else 0.0
+    (each, beside), critics = readers_each(config, ranks), critics_each(config)
     room = (device.gib - (1 + critics) * OVERHEAD_GIB - beside) / device.gib
     share = min(VLLM_DEFAULT, int(room / SHARE_STEP) * SHARE_STEP)
     asleep = (1 + each + critics) * OVERHEAD_GIB
@@ -206,7 +205,8 @@ def _colocated(
         own_gib = _rank_gib(config, shape, trainer, device, True)
         faster_gib = _rank_gib(config, shape, faster, device, True) if faster else 0.0
         # On a GPU that has none yet one more takes no more memory of it.
-        more = [count for count in _references(config, ranks) if config.reference.count <= count <= ranks]
+        alone = not any(not scorer.own_gpus for scorer in config.scorers.values())
+        more = [n for n in _references(config, ranks) if alone and config.reference.count <= n <= ranks]
         yield _fewest(config, [
             min((
                 Layout(

@@ -47,9 +47,9 @@ def _phases(config: Config, shares: Mapping[str, float], resting: float) -> list
     """What is used of a GPU at the same time. Who rests or sleeps still has a context there, ``resting``."""
     if not config.run.colocated:
         return [dict(shares)]
-    learners = [actor for actor in shares if not is_guest(actor)]
+    learners = [actor for actor in shares if not is_guest(config, actor)]
     turns = [[actor] for actor in learners] if "critic" in sharers(config) else [learners]
-    turns.append([actor for actor in shares if is_guest(actor)])
+    turns.append([actor for actor in shares if is_guest(config, actor)])
     return [{actor: share if actor in turn else resting for actor, share in shares.items()} for turn in turns]
 
 

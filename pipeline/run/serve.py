@@ -142,7 +142,7 @@ def _prepare_environment(spec: ActorSpec, config: Config) -> None:
         os.environ.setdefault(name, value)
     if gpu_locks.asked() and not torchrun.launched():
         shared = config.run.colocated and spec.kind in sharers(config)  # the trainer's are theirs too
-        kind = "-guest" if is_guest(spec.kind) else "-critic"
+        kind = "-guest" if is_guest(config, spec.kind) else "-critic"
         gpu_locks.claim_for_this_process(visible_gpus(), spec.gpus(config) // spec.nodes(config), kind * shared)
 
 

@@ -12,6 +12,7 @@ import torch
 from penstock.protocols.experience import Group
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.load import device_of, has_own_code, load_config, load_tokenizer, loading
+from penstock.services.modeling.resting import Resting
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.hub_names import named
 
@@ -47,11 +48,20 @@ class RewardModel:
         self._device = device_of(device, "scorers.options.device")
         self._model = model.to(self._device).eval()
         self._column, self._budget, self._longest = column, tokens_per_batch, max_length
+        self._resting = Resting(self._device)
 
     def score_group(self, group: Group, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The grade of each trajectory: float32 ``[trajectories]``."""
         texts = [self._encode(group, trajectory.text) for trajectory in group.trajectories]
         return {self._column: np.concatenate([self._grade(part) for part in self._batches(texts)])}
+
+    def sleep(self) -> None:
+        """Gives its device's memory back, until `wake`."""
+        self._resting.rest((), [*self._model.parameters(), *self._model.buffers()])
+
+    def wake(self) -> None:
+        """Takes its place on its device again."""
+        self._resting.wake()
 
     def _encode(self, group: Group, answer: str) -> list[int]:
         prompt = group.prompt

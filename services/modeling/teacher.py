@@ -15,7 +15,8 @@ from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.load import device_of, load_model, vocabulary_of
 from penstock.services.modeling.logprobs import Places, layout_of, logprobs, of_logits
 from penstock.services.modeling.packing import Rows, by_trajectory, plan_rows
-from penstock.services.modeling.sight import give_sight
+from penstock.services.modeling.resting import Resting
+from penstock.services.modeling.sight import give_sight, resting_sight
 from penstock.services.modeling.taught import over_top
 from penstock.services.modeling.token_statistics import token_statistics
 from penstock.services.runtime.errors import SetupError
@@ -42,6 +43,7 @@ class Teacher:
         compute_head_in(self._model, head_dtype)
         give_sight(self._model, path, dtype, self._device, "scorers.options.path")
         self._column, self._temperature, self._budget, self._k = column, temperature, tokens_per_batch, top_k or 0
+        self._resting = Resting(self._device)
         if self._k > vocabulary_of(self._model):
             raise SetupError(
                 f"scorers.options.top_k={self._k}: {path} has {vocabulary_of(self._model)} tokens; take no more"
@@ -74,6 +76,14 @@ class Teacher:
         ids, logs = (column.name for column in top_columns(self._column, self._k, ""))
         logs_16 = np.maximum(every[:, self._k :], np.finfo(np.float16).min).astype(np.float16)
         return rows | {ids: every[:, : self._k].astype(np.int32).reshape(-1), logs: logs_16.reshape(-1)}
+
+    def sleep(self) -> None:
+        """Gives its device's memory back, until `wake`."""
+        self._resting.rest(resting_sight(self._model), [*self._model.parameters(), *self._model.buffers()])
+
+    def wake(self) -> None:
+        """Takes its place on its device again."""
+        self._resting.wake()
 
     def _stated(self, logits: torch.Tensor, places: Places) -> torch.Tensor:
         """float64, which holds any id, ``[1 + k + k + 1, tokens]``: what is said of the sampled token, ids, and their

@@ -18,8 +18,9 @@ import structlog
 from pydantic import Field, model_validator
 
 from penstock.protocols.columns import Column, ColumnError, Per, top_columns
-from penstock.services.runtime import health
+from penstock.services.runtime import device_turn, health
 from penstock.services.runtime.actor import ActorContext
+from penstock.services.runtime.device_turn import Guest
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.plugins import load_plugin
 from penstock.services.runtime.scorer import Answer, ScorerActor, ScoringTask
@@ -57,7 +58,11 @@ class ScorerConfig(Section):
     threads: int = Field(1, ge=1)
     """Compute threads of each."""
     gpus: int = Field(0, ge=0)
-    """GPUs of its own for each process, e.g. ``1``."""
+    """GPUs of each process, e.g. ``1``."""
+    own_gpus: bool = True
+    """Whether they are its own also with `run.placement`: colocated, e.g. ``false``: a process with one GPU has one of
+    the trainer's then, and sleeps while a learner works, as built-in scorers can, and classes with ``sleep()`` and
+    ``wake()``. See docs/memory.md."""
     groups_in_hand: int = Field(64, ge=1)
     """Groups that one process asks for at once."""
     timeout_s: float = Field(900.0, ge=2)
@@ -108,10 +113,27 @@ class ScorerConfig(Section):
         return told | given | {"column": self.writes}
 
     @model_validator(mode="after")
+    def _one_gpu_is_shared(self) -> ScorerConfig:
+        if not self.own_gpus and self.gpus != 1:
+            raise ValueError(f"own_gpus=false is for processes with one GPU, and gpus={self.gpus}; set gpus: 1")
+        return self
+
+    @model_validator(mode="after")
     def _a_number_of_tokens(self) -> ScorerConfig:
         if type(self.top_k) is not int or self.top_k < 0:
             raise ValueError(f"options.top_k={self.top_k!r} is no number of tokens; set it to one, e.g. 64, or to null")
         return self
+
+
+def check_methods(made: Any, config: ScorerConfig, key: str) -> None:
+    """Raises `SetupError` where ``made``, the class or what it makes, lacks what is called."""
+    if not callable(getattr(made, "score_group", None)):
+        raise SetupError(f"{key}.scorer: {config.scorer} has no method score_group(group, columns)")
+    if not config.own_gpus and not all(callable(getattr(made, name, None)) for name in ("sleep", "wake")):
+        raise SetupError(
+            f"{key}.own_gpus=false: {config.scorer} has no sleep() and wake(), so it cannot leave its GPU to others; "
+            "write both (docs/scoring.md), or set it to true"
+        )
 
 
 class CustomScorer:
@@ -127,8 +149,7 @@ class CustomScorer:
             self._scorer = made(**config.arguments(temperature))
         except Exception as error:  # the user's own code
             raise SetupError(f"{key}: {config.scorer} cannot be made: {type(error).__name__}: {error}") from error
-        if not callable(getattr(self._scorer, "score_group", None)):
-            raise SetupError(f"{key}.scorer: {config.scorer} has no method score_group(group, columns)")
+        check_methods(self._scorer, config, key)
 
     def room(self, in_hand: int) -> int:
         """See `ScorerConfig.groups_in_hand`."""
@@ -157,6 +178,14 @@ class CustomScorer:
         """None of its own."""
         return {}
 
+    def sleep(self) -> None:
+        """The class gives its device's memory back."""
+        self._scorer.sleep()
+
+    def wake(self) -> None:
+        """It takes its place there again."""
+        self._scorer.wake()
+
     def close(self) -> None:
         """The class's own ``close``, if it has one."""
         getattr(self._scorer, "close", lambda: None)()
@@ -177,5 +206,9 @@ def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:
     """The actor, for a run's whole config."""
     scorer = config.scorers[kind]
     hung = {"hung_s": scorer.timeout_s, "hung_key": f"scorers.{kind}.timeout_s"}
+    turn = None
+    if config.run.colocated and not scorer.own_gpus:
+        turn = device_turn.enter(context.folder, context.name, str(scorer.options.get("device") or "auto"))
     made = CustomScorer(scorer, kind, config.rollout.sampling.temperature)
-    return ScorerActor(kind, context, made, **hung)
+    guest = Guest(turn, made.sleep, made.wake) if turn else None
+    return ScorerActor(kind, context, made, guest, **hung)

@@ -17,6 +17,7 @@ from penstock.services.broker.archive import read
 from penstock.services.data import open_source
 from penstock.services.data.config import SortData
 from tests.e2e.runs import QUICKSTART, SHORT, WHOLE, Run, check_promises
+from tests.e2e.test_colocated import overlaps, spans
 
 
 def scorer(folder: Path, **more: str) -> list[str]:
@@ -65,15 +66,19 @@ def test_a_scorer_of_the_tests_joins_a_run_is_killed_hangs_and_its_column_arrive
 
 
 def test_a_teacher_tells_its_whole_distribution_through_a_run(tmp_path: Path) -> None:
+    """And sleeps while the trainer works on the same device."""
     prompts = [prompt for _, prompt in zip(range(50), open_source(SortData()), strict=False)]
     build(TinyModel.model_validate({"warm_start": {"steps": 2, "batch": 16}}), prompts, tmp_path / "wise", 1)
-    options = f"{{path: {tmp_path / 'wise'}, device: cpu, dtype: float32, top_k: 4}}"
+    options = f"{{path: {tmp_path / 'wise'}, device: cpu, dtype: float32, top_k: 4}}, gpus: 1, own_gpus: false"
     given = [
         f"scorers={{wise: {{scorer: teacher, columns: {{wise: token}}, options: {options}}}}}",
         "trainer.algorithm={preset: gkd, distill: {teachers: {wise: 1.0}}}", "prompts.eval=null", "trainer.steps=3",
+        "run.placement=colocated", "run.log_level=debug",
     ]  # fmt: skip
     run = Run(tmp_path, [*SHORT, *given])
     check_promises(run.wait())
+    awake = spans(run, "wise-0", "awake", "asleep")
+    assert len(awake) >= 2 and not overlaps(awake, spans(run, "trainer", "at work", "at rest"))
     for batch, _ in read(run.folder):
         for taken in batch.groups:
             group = unpack_group(taken.experience.data)

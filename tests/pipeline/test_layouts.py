@@ -20,7 +20,7 @@ from penstock.pipeline.resources.loads import half_of_the_longest, load_of
 from penstock.pipeline.resources.memory import plan
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import place
-from penstock.pipeline.resources.readers import references_each
+from penstock.pipeline.resources.readers import readers_each
 from penstock.pipeline.resources.search import layouts, shapes
 from penstock.pipeline.resources.step_time import Load
 from penstock.pipeline.simulate.costs import on_gpus
@@ -108,7 +108,7 @@ def test_the_embedded_engine_is_laid_out_where_all_its_slots_fit() -> None:
 def test_several_references_may_lie_on_one_gpu() -> None:
     config, found = searched(["reference.count=3"], "2xH200")
     shared = [layout for layout in found if layout.colocated]
-    assert shared and references_each(config, 2) == 2 and references_each(config, 4) == 1
+    assert shared and readers_each(config, 2)[0] == 2 and readers_each(config, 4)[0] == 1
     for layout in shared:
         made = load(BIG, ["reference.count=3", *overrides(config, layout), "run.gpu_gib=141"])
         assert not plan(made).problems

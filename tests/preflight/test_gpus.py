@@ -15,8 +15,10 @@ from penstock.pipeline.config import Config, load
 from penstock.pipeline.preflight import gpus, machine
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources import gpu_locks
+from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.host import HostNeeds, host_needs, registered_share, to_scale, too_small
 from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.placement import place
 from penstock.pipeline.run.serve import environment
 from penstock.services.modeling.load import ModelError, device_of
 from penstock.services.modeling.parallel.world import local_device
@@ -173,6 +175,19 @@ def test_what_shares_a_gpu_must_fit_it(
     assert bool(said) == bool(message), said
     if message:
         assert re.search(message, said), said
+
+
+def test_colocated_all_but_the_trainer_have_its_gpus() -> None:
+    """Engines beside each other, a critic from the first, who only reads from the last on."""
+    teacher = "scorers={wise: {scorer: teacher, columns: {wise: token}, gpus: 1, own_gpus: false, count: 2}}"
+    keys = ["run.placement=colocated", "trainer.ranks=2", "rollout.count=2", PPO, teacher]
+    placed = place(small(*keys), ["0", "1", "2", "3"])
+    assert placed == {
+        "trainer": "0,1", "critic": "0", "rollout-0": "0", "rollout-1": "1", "wise-0": "1", "wise-1": "0",
+    }  # fmt: skip
+    assert total_gpus(small(*keys)) == 2 and total_gpus(small(*keys, "critic.own_gpus=true", "critic.ranks=2")) == 4
+    apart = place(small(*keys, "critic.own_gpus=true", "scorers.wise.own_gpus=true"), ["0", "1", "2", "3", "4"])
+    assert apart["trainer"] == "0,1" and {apart["critic"], apart["wise-0"], apart["wise-1"]} == {"2", "3", "4"}
 
 
 def test_a_group_of_processes_that_has_too_few_gpus_is_an_error(
