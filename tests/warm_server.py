@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -30,8 +31,13 @@ class Beside:
     def kill(self) -> None:
         os.kill(self.pid, 9)
 
-    def wait(self, _seconds: float | None = None) -> int:
-        return os.waitpid(self.pid, 0)[1]
+    def wait(self, seconds: float = 60.0) -> int:
+        until = time.monotonic() + seconds
+        while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("fork server", seconds)
+            time.sleep(0.01)
+        return ended[1]
 
 
 def become_command(request: dict[str, Any], fds: list[int]) -> None:

@@ -13,7 +13,7 @@ from penstock.pipeline.resources.gpus import gpus_but
 from penstock.pipeline.resources.layout import Layout, seconds_of
 from penstock.pipeline.resources.loads import half_of_the_longest, load_of
 from penstock.pipeline.resources.model_shape import shape_of
-from penstock.pipeline.resources.placement import sharers
+from penstock.pipeline.resources.placement import guests, sharers
 from penstock.pipeline.resources.readers import uncounted
 from penstock.pipeline.resources.search import in_four_bits, layouts, unsearched, with_references
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
@@ -99,9 +99,11 @@ def nothing_fits(config: Config, count: int, device: Device) -> str:
         return f"no layout was looked for on {count} x {device.name}: {why}"
     static, shape = isinstance(config.rollout.engine, TorchEngineConfig), shape_of(config)
     batches = shape is None or shape.longest < config.trainer.tokens_per_micro_batch
+    ranks = config.critic.ranks if config.with_critic else 0
+    fewer = f"fewer critic.ranks than {ranks}, " * (ranks > count)
     return (
         f"nothing fits {count} x {device.name} of {device.gib:.3g} GiB: take more of them, or larger ones; "
-        f"{'fewer trainer.tokens_per_micro_batch, ' * batches}{'fewer rollout.engine.max_sequences, ' * static}"
+        f"{fewer}{'fewer trainer.tokens_per_micro_batch, ' * batches}{'fewer rollout.engine.max_sequences, ' * static}"
         f"{'or ' * (batches or static)}a shorter rollout.engine.max_length need less"
     )
 
@@ -158,7 +160,8 @@ def _elsewhere(config: Config, layout: Layout, several: bool) -> list[str]:
     if not several:  # nobody is to join what is on one machine
         return [kind for kind in kinds if kind not in PLACED]
     if layout.colocated if "trainer" in kinds else layout.trainer.nodes > 1:  # guests come with it
-        more = ["rollout", "trainer"] + ["reference"] * (layout.colocated and config.with_reference)
+        beside = [kind for kind in guests(config) if kind != "rollout" and registry.actors(config)[kind].count(config)]
+        more = ["rollout", "trainer"] + beside * layout.colocated
         kinds += [kind for kind in more if kind not in kinds]
     shared = sharers(config) if layout.colocated else ()
     for kind in PLACED[1:]:

@@ -183,6 +183,8 @@ class World:
         self._turn_due = False
         self._grant()
         taken = self._groups.ledger.length
+        if self._in_turn:  # who has waited longer goes first
+            self._take()
         self._take_for_critic()
         self._take()
         if self._groups.ledger.length > taken:  # what was taken leaves room for more

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from penstock.services.learning.model_learner import ModelLearner
 from penstock.services.modeling.parallel.world import World
+from penstock.services.runtime import health
 from penstock.services.runtime.device_turn import TURNS, LearnersTurn, devices_here
 from penstock.services.weights.sender.rank_sender import RankSender
 
@@ -43,9 +44,12 @@ class Shift:
     def start(self) -> None:
         """The first turn, before a model is loaded. Raises `TurnError`."""
         if self._world.rank == 0:
-            self._turn.queue()
-        self._world.meet(self._patience_s)
-        self._turn.take()
+            self.take(health.beat)
+        else:
+            while (ordered := self._world.obey()[0]) != "work":
+                if ordered == "want":
+                    self.want()
+            self.follow()
         self.begin()
 
     def take(self, wait: Callable[[], None]) -> None:

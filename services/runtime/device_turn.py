@@ -11,8 +11,6 @@ rank 0 has died may have it still. The kernel lets go of the locks of a process 
 
 from __future__ import annotations
 
-import fcntl
-import os
 import socket
 import threading
 import time
@@ -23,13 +21,16 @@ from pathlib import Path
 import structlog
 
 from penstock.services.runtime import health
-from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.device_locks import Lock, Others
 from penstock.services.runtime.gpus import chosen_gpus, visible_gpus
 
 log = structlog.get_logger()
 
-OWNER_BYTES = 200
 POLL_S = 0.005
+MOST_POLL_S = 1.0
+LOOKED_AT_S = 1.0
+"""A lock that somebody looks at cannot be taken in that instant."""
+YIELD_S = 1.0
 SAY_EVERY_S = 30.0
 LOOK_S = 0.01
 """A guest looks so often whether it is wanted, or may go on."""
@@ -43,8 +44,6 @@ BEGUN = "begun"
 that measures what memory is free must not see others come and go."""
 STARTING = "starting"
 """A file of each device that a guest locks while it begins, for the same reason."""
-
-_open: set[int] = set()
 
 
 class TurnError(RuntimeError):
@@ -73,77 +72,6 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _close_in_child() -> None:
-    """A child that was forked would hold its parent's locks after the parent's death."""
-    while _open:
-        os.close(_open.pop())
-
-
-os.register_at_fork(after_in_child=_close_in_child)
-
-
-class _Lock:
-    """One file; ``name`` is who locks it, for people."""
-
-    def __init__(self, path: Path, name: str = "") -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._name = path, name or path.stem
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._mine = False
-        _open.add(self._file)
-
-    def take(self, shared: bool = False) -> bool:
-        """Whether it is this process's now, or was already; who waits for it can read whose it is. Raises `SetupError`
-        where the file system has no locks."""
-        try:
-            fcntl.flock(self._file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise SetupError(
-                f"run.placement=colocated: {self._path} cannot be locked ({error.strerror}); let run.folder lie on a "
-                "file system that has flock"
-            ) from None
-        if not shared and not self._mine:
-            self._mine = True
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, f"{self._name} (pid {os.getpid()})".encode(), 0)
-        return True
-
-    def give(self) -> None:
-        self._mine = False
-        fcntl.flock(self._file, fcntl.LOCK_UN)
-
-    def is_taken(self) -> bool:
-        """By somebody else."""
-        if not self._mine and self.take(shared=True):
-            self.give()
-            return False
-        return not self._mine
-
-    @property
-    def owner(self) -> str:
-        """Who took it last, for people."""
-        return os.pread(self._file, OWNER_BYTES, 0).decode(errors="replace") or f"{self._path.stem} (pid ?)"
-
-
-class _Others:
-    """The locks of one kind of a device, whoever has made them, but for ranks of the learner ``besides``."""
-
-    def __init__(self, folder: Path, kind: str, besides: str = "") -> None:
-        self._folder, self._kind, self._besides = folder, kind, besides
-        self._known: dict[Path, _Lock] = {}
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def busy(self) -> list[_Lock]:
-        """Those that are taken."""
-        for path in self._folder.iterdir():
-            mine = self._besides and path.stem.partition("-")[0] == self._besides
-            if path.suffix == self._kind and not mine and path not in self._known:
-                self._known[path] = _Lock(path)
-        return [lock for lock in self._known.values() if lock.is_taken()]
-
-
 class LearnersTurn:
     """A rank's side, called ``name`` (``trainer``, ``trainer-1`` of several), at its ``device``; ``first`` is rank 0.
     ``patience_s`` is how long others may take to give that up (`run.turn_s`). Guests begin once one that ``opens`` has
@@ -154,15 +82,17 @@ class LearnersTurn:
     ) -> None:
         self._folder, self._device, self._patience_s, self._opens = folder, device, patience_s, opens
         here, learner = folder / device, name.partition("-")[0]
-        self._own = _Lock(here / f"{name}{LEARNER}", name)
-        self._first = _Lock(here / FIRST, name) if first else None
-        self._working = _Lock(here / f"{name}{WORKING}", name)
-        self._guests = _Others(here, GUEST)
-        self._learners, self._workers = (_Others(here, kind, besides=learner) for kind in (LEARNER, WORKING))
+        self._own = Lock(here / f"{name}{LEARNER}", name)
+        self._first = Lock(here / FIRST, name) if first else None
+        self._working = Lock(here / f"{name}{WORKING}", name)
+        self._guests = Others(here, GUEST)
+        self._learners, self._workers = (Others(here, kind, besides=learner) for kind in (LEARNER, WORKING))
         self._held: tuple[float, float | None] = 0.0, None
         """Seconds of turns that are over, and since when the present one is; replaced at once, as others read it."""
         self._another: float | None = None
         """When another learner was last seen at work, if it was when it was last looked for."""
+        self._yields_until = 0.0
+        """Until then another learner, which was waiting when this one gave, may go first."""
         self.waited_s = 0.0
         """How long the last turn took to come."""
 
@@ -178,27 +108,46 @@ class LearnersTurn:
 
     def want(self) -> None:
         """Guests give the device up, and do not take it again."""
-        if self._held[1] is None:
-            self._held = self._held[0], time.monotonic()
-        self._own.take()
+        until = time.monotonic() + LOOKED_AT_S
+        while not self._wants() and time.monotonic() < until:
+            time.sleep(POLL_S)
 
     def leads(self) -> bool:
         """Whether no other learner may work here, from now on until `give`."""
         return not self._ahead()
 
     def queue(self, wait: Callable[[], None] = health.beat) -> None:
-        """Until `leads`; ``wait`` is called meanwhile. Raises `TurnError`."""
-        self._until(self._ahead, wait)
+        """Until `leads`, however long another learner works, which is said each `SAY_EVERY_S`; ``wait`` is called
+        meanwhile."""
+        begun = said = time.monotonic()
+        while ahead := self._ahead():
+            if time.monotonic() - said > SAY_EVERY_S:
+                said = time.monotonic()
+                log.info("waiting for another learner", who=ahead[0].owner, waited_s=round(said - begun))
+            wait()
+            time.sleep(POLL_S)
 
     def take(self, wait: Callable[[], None] = health.beat) -> None:
         """Until the device is the learner's; ``wait`` is called meanwhile. Raises `TurnError`."""
-        self._until(self._busy, wait)
+        waited_s = 0.0
+        while there := self._busy():
+            if waited_s > self._patience_s:
+                self._give()
+                raise TurnError(
+                    f"{' and '.join(lock.owner for lock in there)} did not give up {self._device} within "
+                    f"{self._patience_s:g} s (run.turn_s)"
+                )
+            begun = time.monotonic()
+            wait()
+            time.sleep(POLL_S)
+            waited_s += min(time.monotonic() - begun, MOST_POLL_S)  # it may have been stopped itself meanwhile
         self.waited_s = time.monotonic() - (self._held[1] or 0.0)
         log.debug("at work", waited_s=round(self.waited_s, 3))
 
     def give(self) -> None:
         """From now on the device is everybody else's."""
         log.debug("at rest")
+        self._yields_until = time.monotonic() + YIELD_S if self.wanted() else 0.0
         self._give()
         self.remind()
 
@@ -207,23 +156,20 @@ class LearnersTurn:
         meanwhile."""
         if self._opens and not (self._folder / BEGUN).exists():
             (self._folder / BEGUN).touch()
-        over, since = self._held
-        if since is None:
-            seen, now = self._another, time.monotonic()
-            self._another = now if self._workers.busy() else None
-            self._held = over + (now - seen if seen is not None else 0.0), None
+        if self._held[1] is None:
+            self._look(bool(self._workers.busy()))
 
-    def _until(self, busy: Callable[[], list[_Lock]], wait: Callable[[], None]) -> None:
-        begun = time.monotonic()
-        while there := busy():
-            if time.monotonic() - begun > self._patience_s:
-                self._give()
-                raise TurnError(
-                    f"{' and '.join(lock.owner for lock in there)} did not give up {self._device} within "
-                    f"{self._patience_s:g} s (run.turn_s)"
-                )
-            wait()
-            time.sleep(POLL_S)
+    def _look(self, another: bool) -> None:
+        """Counts how long another learner was at work, which is there now, or is not."""
+        seen, now = self._another, time.monotonic()
+        self._another = now if another else None
+        self._held = self._held[0] + (now - seen if seen is not None else 0.0), None
+
+    def _wants(self) -> bool:
+        if self._held[1] is None:
+            self._look(another=False)  # from here on it is counted as this one's
+            self._held = self._held[0], time.monotonic()
+        return self._own.take()
 
     def _give(self) -> None:
         for lock in (self._working, self._first, self._own):
@@ -232,15 +178,30 @@ class LearnersTurn:
         over, since = self._held
         self._held = over + (time.monotonic() - since if since is not None else 0.0), None
 
-    def _ahead(self) -> list[_Lock]:
-        """The own lock is taken first, since guests look at it."""
-        self.want()
-        for lock in filter(None, (self._own, self._first)):
+    def _ahead(self) -> list[Lock]:
+        """Who is to be waited for before guests are. Own locks are taken first, since others look at them."""
+        if not self._wants():
+            return [self._own]
+        if waiting := self._goes_first():
+            return waiting
+        for lock in filter(None, (self._first, self._working)):
             if not lock.take():
                 return [lock]
-        return self._workers.busy() or [lock for lock in (self._working,) if not lock.take()]
+        others = self._workers.busy()
+        if others and not self._first:  # else each of two could wait for the other
+            self._working.give()
+        return others
 
-    def _busy(self) -> list[_Lock]:
+    def _goes_first(self) -> list[Lock]:
+        """Another learner that was waiting when this one gave, and has not had its turn."""
+        if time.monotonic() > self._yields_until:
+            return []
+        waiting = [] if self._workers.busy() else self._learners.busy()
+        if not waiting:
+            self._yields_until = 0.0
+        return waiting
+
+    def _busy(self) -> list[Lock]:
         """Who uses the device."""
         return self._ahead() or self._guests.busy()
 
@@ -250,9 +211,9 @@ class GuestsTurn:
 
     def __init__(self, folder: Path, devices: tuple[str, ...], name: str) -> None:
         self._folder = folder
-        self._own = [_Lock(folder / device / f"{name}{GUEST}", name) for device in devices]
-        self._learners = [_Others(folder / device, LEARNER) for device in devices]
-        self._starting = [_Lock(folder / device / STARTING, name) for device in sorted(devices)]
+        self._own = [Lock(folder / device / f"{name}{GUEST}", name) for device in devices]
+        self._learners = [Others(folder / device, LEARNER) for device in devices]
+        self._starting = [Lock(folder / device / STARTING, name) for device in sorted(devices)]
 
     def wanted(self) -> bool:
         """A learner has one of the devices, or waits for it."""

@@ -121,7 +121,8 @@ class Trainer:
             if self._desk.stopped is None:
                 self._measure()
             self._save()
-            self._rest()
+        if not self._publisher.error:
+            self._rest(last=True)  # a critic has its last version to save, too
         if self._desk.stopped is None:
             self._saving.finish(final=True)
             self._desk.until_stopped()
@@ -146,10 +147,12 @@ class Trainer:
             self._work()
         return batch
 
-    def _rest(self) -> None:
-        """Others have the devices, unless nobody could use them: steps are redone, or the run ends."""
+    def _rest(self, last: bool = False) -> None:
+        """Others have the devices, unless nobody could use them: steps are redone, or this is about to end and save;
+        ``last``: it has saved."""
         assert self._publication
-        if self._shift and not self._desk.stopped and (not self._publication.quiet or self._shift.wanted()):
+        useful = not self._desk.stopped and self._shift and (not self._publication.quiet or self._shift.wanted())
+        if self._shift and not self._resting and (last or useful):
             self._settle()
             self._world.order("rest")
             self._shift.end(self._learner, self._publisher.ranks)
@@ -158,7 +161,8 @@ class Trainer:
     def _work(self) -> None:
         if not self._shift or not self._resting:
             return
-        while self._publisher.loading and not self._desk.stopped:  # whoever sleeps cannot load it
+        # Whoever sleeps cannot load it; while a critic works they do, and sleep on.
+        while self._publisher.loading and not self._desk.stopped and not self._shift.wanted():
             self._desk.hear(LOADING_POLL_S)
             self._world.keep_awake()
 

@@ -59,7 +59,7 @@ def test_they_take_turns(tmp_path: Path, lag: int, more: list[str]) -> None:
     assert not overlaps(turns["trainer"], turns.get("critic", []))
     for guest in ("rollout-0", "rollout-1", "reference-0"):
         awake = spans(run, guest, "awake", "asleep")
-        assert len(awake) >= 3, guest
+        assert len(awake) >= 2, guest
         assert not any(overlaps(turn, awake) for turn in turns.values()), guest
     rows = steps_of(run.folder)
     assert all(0 <= row[f"{prefix}turn_wait_s"] < 30 for row in rows for prefix in ["", "critic_"][: len(learners)])

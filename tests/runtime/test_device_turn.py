@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.services.runtime.device_locks import Lock
 from penstock.services.runtime.device_turn import Guest, GuestsTurn, LearnersTurn, TurnError, devices_here, forget_turns
 from tests.preflight.nvml import FakeNvml
 
@@ -111,6 +112,53 @@ def test_whoever_does_not_give_up_is_named(tmp_path: Path) -> None:
     trainer.take()
     with pytest.raises(TurnError, match=r"trainer \(pid \d+\) did not give up gpu"):
         second.take()
+
+
+def test_a_learner_waits_for_another_however_long_that_works_and_each_second_is_counted_once(tmp_path: Path) -> None:
+    trainer = LearnersTurn(tmp_path, "gpu", "trainer", 0.05)
+    critic = LearnersTurn(tmp_path, "gpu", "critic", 0.05, opens=False)
+    critic.queue()
+    critic.take()
+    begun = time.monotonic()
+    trainer.remind()
+    time.sleep(0.05)
+    trainer.remind()
+    assert 0.04 < trainer.held_s < 0.2 and trainer.wanted()
+    queueing = threading.Thread(target=trainer.queue)
+    queueing.start()
+    time.sleep(0.3)
+    assert queueing.is_alive(), "longer than run.turn_s"
+    critic.give()
+    queueing.join(5)
+    trainer.take()
+    trainer.give()
+    assert trainer.waited_s > 0.25 and trainer.held_s <= time.monotonic() - begun + 0.01
+
+
+def test_who_has_waited_goes_before_who_has_given(tmp_path: Path) -> None:
+    trainer, critic = (LearnersTurn(tmp_path, "gpu", name, 5.0) for name in ("trainer", "critic"))
+    critic.queue()
+    critic.take()
+    assert not trainer.leads()
+    critic.give()
+    assert not critic.leads(), "the trainer waits"
+    assert trainer.leads()
+    trainer.take()
+    assert not critic.leads()
+    trainer.give()
+    assert not trainer.leads() and critic.leads()
+
+
+def test_a_wish_is_not_lost_where_a_guest_looks_at_that_moment(tmp_path: Path) -> None:
+    rank, guest = (
+        LearnersTurn(tmp_path, "gpu", "trainer-1", 5.0, first=False),
+        GuestsTurn(tmp_path, ("gpu",), "rollout-0"),
+    )
+    looked_at = Lock(tmp_path / "gpu" / "trainer-1.learner")
+    assert looked_at.take(shared=True)
+    threading.Timer(0.05, looked_at.give).start()
+    rank.want()
+    assert not guest.take()
 
 
 def test_a_guest_sleeps_and_wakes_and_other_threads_wait_for_it(tmp_path: Path) -> None:
