@@ -79,8 +79,8 @@ class RunConfig(Section):
     ``colocated``: rollouts, reference and critic are on the trainer's, and take turns with it; ``auto``: `penstock run`
     takes the fastest layout on paper that fits the GPUs of this machine, and says why. See docs/memory.md."""
     turn_s: float = Field(900.0, gt=0)
-    """With `placement`: colocated, so many seconds may pass until others have given its GPUs up and trainer, or critic,
-    can begin; then it ends with an error, and is started again."""
+    """With `placement`: colocated, so many seconds may pass until rollouts and all others sleep and trainer, or critic,
+    can begin; then it ends with an error, and is started again. For each other these two wait however long it takes."""
     elsewhere: tuple[str, ...] = ()
     """Kinds of processes that `penstock run` does not start, e.g. ``[rollout]``: they join from other machines, by
     `penstock join`. See docs/clusters.md."""
