@@ -152,7 +152,8 @@ def _check_evaluated(prompts: Any, table: ColumnTable) -> None:
     if told:
         n = prompts.eval_sampling[name].n if name in prompts.eval_sampling else 1
         there += ["response_tokens", "finished_share", *([*pass_at(n, 0), f"maj@{n}"] if n > 1 else [])]
-        if told not in there or name not in prompts.eval:
+        by_source = told.startswith("source/")  # which there are the data alone say
+        if (told not in there and not by_source) or name not in prompts.eval:
             of_set = (
                 f"of {name} there are {', '.join(there[1:])}" if name in prompts.eval else f"{name} has a loss alone"
             )

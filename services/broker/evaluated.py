@@ -47,6 +47,8 @@ def finish_evaluation(state: BrokerState, number: int) -> None:
         _keep_for_people(state, entry.draw, group, columns)
     state.payloads.forget(key)
     parts = _parts(each, group, sessions)
+    if group and group.prompt.source != state.held_out.name_of(entry.draw):
+        parts |= _of_source(group.prompt.source, _mean(each[REWARD]), scores)
     state.record_evaluation(state.evaluation.score(number, _mean(each[REWARD]), scores, parts))
 
 
@@ -76,6 +78,13 @@ def _parts(each: dict[str, np.ndarray], group: Group | None, sessions: np.ndarra
         found["turns"] = float(np.mean(turns))
     measured = mean_over_sessions(zip(sessions.tolist(), (t.metrics for t in answers), strict=True))
     return found | {f"{AGENT}{name}": value for name, value in measured.items()}
+
+
+def _of_source(source: str, reward: float, scores: dict[str, float]) -> dict[str, float]:
+    """The same of one source of a set's prompts, as ``source/gsm8k`` and ``source/gsm8k/pass@4``."""
+    if not source:
+        return {}
+    return {f"source/{source}": reward} | {f"source/{source}/{name}": value for name, value in scores.items()}
 
 
 def _mean(values: np.ndarray) -> float:

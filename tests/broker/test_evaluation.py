@@ -316,7 +316,8 @@ BOTH = ColumnTable(columns=(EXACT, SHORT), sums=(WeightedSum(name="reward", term
 def test_right_answers_pass_though_something_else_takes_off_from_their_reward(tmp_path: Path, redis_url: str) -> None:
     several = {"n": 2, "temperature": 1.0, "column": EXACT.name}
     prompts = PromptsConfig.model_validate(
-        {"train": {"type": "sort", "size": 50}, "eval": {"type": "sort", "size": 2, "seed": 1}}
+        {"train": {"type": "sort", "size": 50}}
+        | {"eval": {"type": "mix", "sources": {name: {"type": "sort", "size": 1} for name in ("easy", "hard")}}}
         | {"eval_sampling": {"held_out": several}, "eval_samples": 1, "best_by": "held_out/reward/exact"}
     )
     stage = Stage(tmp_path, redis_url, prompts=prompts, columns=BOTH)
@@ -341,6 +342,9 @@ def test_right_answers_pass_though_something_else_takes_off_from_their_reward(tm
     assert row["parts"] == {
         "held_out/reward/exact": 0.5, "held_out/reward/short": -1.0, "held_out/response_tokens": 2.0,
         "held_out/finished_share": 1.0, "held_out/agent/solved": 0.25,
+        **{f"held_out/source/{name}/pass@{k}": k / 2 for name in ("easy", "hard") for k in (1, 2)},
+        "held_out/source/easy/maj@2": 1.0, "held_out/source/hard/maj@2": 0.0,
+        "held_out/source/easy": 0.0, "held_out/source/hard": -0.5,
     }  # fmt: skip
     kept = read_lines(tmp_path / "eval_samples.jsonl")
     assert [(each["label"], each["set"], each["row"], each["sample"], each["reward/exact"]) for each in kept] == [
@@ -383,6 +387,7 @@ MINE = "rollout.engine={type: plugin, name: 'm:M'}"
     ("overrides", "said"),
     [
         (["prompts.best_by=held_out/reward/exact_match"], ""),
+        (["prompts.best_by=held_out/source/gsm8k"], ""),
         (["prompts.eval={a/b: {type: sort}}", "prompts.best_by=a/b"], ""),
         (["prompts.eval={a/b: {type: sort}}", "prompts.best_by=a/b/response_tokens"], ""),
         (["prompts.eval={a/b: {type: sort}}", "prompts.best_by=a"], "there is no evaluation set 'a'"),
