@@ -97,6 +97,8 @@ def test_the_answer_may_be_a_part_of_the_response_and_must_agree_in_full_where_t
     assert f1("in Paris", "Paris", "", exact=True) == 0.0 and f1("the paris.", "Paris", "", exact=True) == 1.0
     with pytest.raises(ValueError, match="no good answer"):
         f1("x", [], "")
+    with pytest.raises(TypeError, match="set truth_key to what has the answer, one of target"):
+        f1("no part that could be one", {"target": ["Paris"]}, "", pattern=part)
 
 
 def test_what_is_said_again_is_punished_by_its_share() -> None:

@@ -17,16 +17,17 @@ def f1(response: str, truth: Any, prompt: str, pattern: str | None = None, exact
     English articles do not count. ``truth`` is text, or a list of good answers, of which the best counts. ``pattern``:
     the last of it in the response is the answer, or its first group is, e.g. ``<answer>(.*?)</answer>``; 0.0 where
     there is none. ``exact``: 1.0 where all words agree in their order, else 0.0."""
+    goods = truth if isinstance(truth, Sequence) and not isinstance(truth, str) else [truth]
+    if not goods:
+        raise ValueError("the truth is an empty list: there is no good answer")
+    wanted = [_words(as_text(good)) for good in goods]  # first, so that a truth that is no text is told of anyway
     if pattern is not None:
         found = list(re.finditer(pattern, response, re.DOTALL))
         if not found:
             return 0.0
         response = found[-1].group(1 if found[-1].re.groups else 0) or ""
-    goods = truth if isinstance(truth, Sequence) and not isinstance(truth, str) else [truth]
-    if not goods:
-        raise ValueError("the truth is an empty list: there is no good answer")
     said = _words(response)
-    return max(_exact(said, _words(as_text(good))) if exact else _shared(said, _words(as_text(good))) for good in goods)
+    return max(_exact(said, good) if exact else _shared(said, good) for good in wanted)
 
 
 def _words(text: str) -> list[str]:
