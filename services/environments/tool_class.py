@@ -117,8 +117,9 @@ def told_to(reset: Callable[..., Any], prompt: Prompt) -> dict[str, Any]:
     rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
     asks = {p.name: p.default is p.empty for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     if strange := [name for name, required in asks.items() if required and name not in there]:
-        has = ", ".join(map(str, row)) or "no columns; prompts.train.truth_key=null gives them"
-        raise ValueError(f"reset asks for {', '.join(strange)}, and the truth of its row has {has}")
+        has = ", ".join(map(str, row)) or "no columns"
+        whole = "prompts.train.truth_key=null gives the whole row"
+        raise ValueError(f"reset asks for {', '.join(strange)}, and the truth of its row has {has}; {whole}")
     return (row if rest else {}) | {name: there[name] for name in asks if name in there}
 
 

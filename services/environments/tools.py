@@ -94,7 +94,8 @@ class Tools:
             await asyncio.gather(*(asyncio.wrap_future(in_background(server.close())) for server in self._own.values()))
 
     async def _run(self, text: str) -> str:
-        """What the policy reads of one call; where it was wrong, what was. Raises `ToolUnavailable`."""
+        """What the policy reads of one call; where it was wrong, what was. Raises `ToolUnavailable`, and `TypeError`
+        for a result of verl's form."""
         try:
             name, arguments = read_call(text)
         except ValueError:
@@ -116,13 +117,19 @@ class Tools:
             else:
                 async with self._one_program if name in READY else nullcontext():
                     result = await called(tool, arguments, self.plain)
-            return result if isinstance(result, str) else json.dumps(result, default=str)
+            text = result if isinstance(result, str) else json.dumps(result, default=str)
         except ToolUnavailable:
             raise
         except ValidationError as error:
             return f"error: {name}: {'; '.join(_wrong(part) for part in error.errors())}"
         except Exception as error:  # the user's own code; the policy may do better next time
             return f"error: {name} raised {type(error).__name__}: {error}"
+        if _is_verls(result):  # the policy would read its reward
+            raise TypeError(
+                f"{name} returned a tuple with a reward and metrics, as verl's execute does, and a call has no reward "
+                "here: return what the policy is to read, and give the reward in get_reward() of the class"
+            )
+        return text
 
     def _server(self, tool: Remote) -> McpServer:
         shared = self._box.servers[tool.server]
@@ -142,6 +149,14 @@ def _unsendable(arguments: dict[str, Any]) -> str:
     except RecursionError:
         return "arguments are nested too deeply"
     return ""
+
+
+def _is_verls(result: Any) -> bool:
+    """A response, a reward or None, and metrics."""
+    match result:
+        case (_, int() | float() | None, dict()) if isinstance(result, tuple):
+            return True
+    return False
 
 
 def _wrong(part: Any) -> str:

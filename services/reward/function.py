@@ -142,8 +142,9 @@ class GroupRewardFunction(RewardFunction):
         there, takes = in_lists(arguments, OF_GROUP), self._takes
         columns = columns_of(arguments) if takes.rest else ()
         if strange := sorted(takes.required - there.keys() - self.options.keys()):
-            has = ", ".join(map(str, arguments[ROW])) or "no columns; prompts.train.truth_key=null gives them"
-            raise ValueError(f"it asks for {', '.join(strange)}, and the truth of its row has {has}")
+            has = ", ".join(map(str, arguments[ROW])) or "no columns"
+            whole = "prompts.train.truth_key=null gives the whole row"
+            raise ValueError(f"it asks for {', '.join(strange)}, and the truth of its row has {has}; {whole}")
         passed = {*takes.names, *columns, *(("prompts", LISTS) if takes.rest else ())}
         given = {name: there[name] for name in there if name in passed}
         return self.call(**given | self.options)

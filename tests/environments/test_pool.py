@@ -287,6 +287,14 @@ def test_a_call_that_is_wrong_is_told_what_was() -> None:
     assert "Missing required argument" in said("null")
 
 
+def test_a_policy_does_not_read_the_reward_that_a_tool_of_verls_returns() -> None:
+    call = '<tool_call>{"name": "executed", "arguments": {"parameters": {}}}</tool_call>'
+    with pytest.raises(
+        TypeError, match=r"executed returned a tuple with a reward .* give the reward in get_reward\(\)"
+    ):
+        asyncio.run(Tools([f"{HERE}:executed"]).step(call))
+
+
 def test_two_tools_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match=r"games:add and tests\.environments\.games:add are both called 'add'"):
         Tools([f"{HERE}:add", f"{HERE}:add"])
@@ -319,6 +327,8 @@ def test_methods_are_tools_of_an_object_of_each_trajectory(name: str) -> None:
         assert player.ask([("finish", 1, None), ("finish", 2, None)]) == [{"reward": 1.0}, {"reward": 0.01}]
         (wrong,) = player.ask([("reset", 4, Prompt(index=0, messages=count.messages, truth="6"))])
         assert "reset asks for target, and the truth of its row has no columns; prompts.train.truth_key" in wrong
+        (wrong,) = player.ask([("reset", 5, Prompt(index=0, messages=count.messages, truth={"goal": 6}))])
+        assert "the truth of its row has goal; prompts.train.truth_key=null gives the whole row" in wrong
         if name == "Adding":
             died, lives, _ = player.ask([("step", 2, add(-1)), ("step", 1, add(1)), ("step", 3, add(1))])
             assert died == "crashed with exit code 3" and player.pool.restarts == 1
