@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from penstock.pipeline.config import Config
 from penstock.pipeline.preflight.report import Report
 from penstock.services.rollout.config import PluginEngineConfig, VllmEngineConfig
+from penstock.services.rollout.engines.vllm import names
 from penstock.services.rollout.http_options import OF
 from penstock.services.runtime.errors import SetupError
 
@@ -27,12 +28,21 @@ def look(config: Config, report: Report) -> None:
             for name in ("distributed_executor_backend", "data_parallel_backend")
             if engine.vllm.get(name) == "ray"
         ]
+        _look_at_names(config, engine, report)
     if isinstance(engine, PluginEngineConfig) and served:
         try:
             OF[engine.name].read(engine.options)
         except SetupError as error:
             report.problems += str(error).splitlines()
         report.problems += _of_server(config, engine)
+
+
+def _look_at_names(config: Config, engine: VllmEngineConfig, report: Report) -> None:
+    """Of arguments that vLLM is given: the one that is installed here need not be the one of another machine."""
+    known = set() if "rollout" in config.run.elsewhere else names.installed()
+    report.problems += [names.unknown(name, known) for name in engine.vllm if name in names.OTHERS]
+    strange = [name for name in engine.vllm if known and name not in known and name not in names.OTHERS]
+    report.here += [names.unknown(name, known) for name in strange]
 
 
 def _of_server(config: Config, engine: PluginEngineConfig) -> Iterator[str]:

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from penstock.services.modeling.whole_weights import A, B
 from penstock.services.rollout.config import SamplingConfig, VllmEngineConfig
 from penstock.services.rollout.engines import asynchronous
 from penstock.services.rollout.engines.base import Completion, EngineError, Refusal, RequestError
+from penstock.services.rollout.engines.vllm import names
 from penstock.services.rollout.engines.vllm.arguments import engine_arguments
 from penstock.services.runtime.errors import LibraryError, SetupError
 from tests.engines.test_conformance import check
@@ -54,6 +55,13 @@ def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workbench]:
 def core(bench: Workbench) -> psutil.Process:
     (found,) = [p for p in bench.engine._processes if "EngineCore" in p.name()]
     return found
+
+
+def test_the_names_of_its_arguments_are_read_as_it_has_them() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = {field.name for field in fields(AsyncEngineArgs)}
+    assert names.installed() == known and known.isdisjoint(names.OTHERS)
 
 
 def test_what_vllm_itself_refuses_costs_its_request_alone(bench: Workbench) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 from penstock.pipeline.config import load
 from penstock.pipeline.preflight import engine
 from penstock.pipeline.preflight.report import Report
+from penstock.services.rollout.engines.vllm import names
 from tests.e2e.runs import QUICKSTART
 
 ONE, TWO = "url: 'http://a'", "url: ['http://a', 'http://b']"
@@ -55,6 +59,46 @@ def test_what_it_can_do_is_none() -> None:
     drawn = "prompts.eval_sampling={held_out: {temperature: 0.6, top_p: 0.95, n: 2}}"
     assert not looked_at(ONE, drawn).problems, "nobody computes with an evaluation's log-probabilities"
     assert not looked_at(ONE, drawn, "gateway.count=1").problems, "nor with those of an agent's"
+
+
+VLLMS = """
+class EngineArgs:
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
+
+class AsyncEngineArgs(EngineArgs):
+    enable_log_requests: bool = False
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "problem", "here"),
+    [
+        ("gpu_memory_utilization: 0.8, enable_log_requests: true", "", ""),
+        ("tensor_model_parallel_size: 2", "verl's tensor_model_parallel_size is rollout.engine.vllm.tensor_para", ""),
+        ("free_cache_engine: true", "verl's free_cache_engine is run.placement=colocated", ""),
+        ("gpu_memory_utilisation: 0.8", "", "no such engine argument; did you mean 'gpu_memory_utilization'?"),
+    ],
+)
+def test_names_that_vllm_does_not_know_are_told_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, problem: str, here: str
+) -> None:
+    source = tmp_path / "engine" / "arg_utils.py"
+    source.parent.mkdir()
+    source.write_text(VLLMS)
+    monkeypatch.setattr(names, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[tmp_path]))
+    options = [f"rollout.engine={{type: vllm, max_length: 40, vllm: {{{given}}}}}"]
+
+    def found(*more: str) -> Report:
+        report = Report()
+        engine.look(load(QUICKSTART, [*options, *more]), report)
+        return report
+
+    for told, said in ((found().problems, problem), (found().here, here)):
+        assert len(told) == bool(said) and all(said in words for words in told)
+    assert not found("run.elsewhere=[rollout]").here, "another machine may have another version"
+    source.write_text(VLLMS.replace("(EngineArgs)", "(Others)"))
+    assert not found().here, "what nobody can read is no mistake"
 
 
 def test_what_is_not_repeated_is_said() -> None:

@@ -7,13 +7,13 @@ import os
 from typing import Any
 
 from penstock.services.rollout.config import VLLM_DEFAULT, VllmEngineConfig
+from penstock.services.rollout.engines.vllm.names import unknown
 from penstock.services.rollout.engines.vllm.plugin import ADAPTER, BACKEND, OURS
 from penstock.services.runtime import allowance, own_code
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import vllm_lacks_gpu
 from penstock.services.runtime.hub_names import named
 from penstock.services.runtime.install import install
-from penstock.services.runtime.nearest import hint
 
 EXTENSION = "penstock.services.rollout.engines.vllm.worker.Extension"
 KV_SHARE = 0.2
@@ -93,7 +93,7 @@ def engine_arguments(
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     for name in config.vllm:
         if name not in known:
-            raise SetupError(f"rollout.engine.vllm.{name}: vLLM has no such engine argument{hint(name, known)}")
+            raise SetupError(unknown(name, known))
     arguments: dict[str, Any] = {
         "config_format": "hf",  # where Mistral's own lies beside it, that is of another architecture
         "model": model,
