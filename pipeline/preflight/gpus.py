@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from penstock.pipeline.config import Config, ConfigError
+from penstock.pipeline.config import Config, ConfigError, TinyModel
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources.model_files import read_config
 from penstock.pipeline.resources.placement import place
 from penstock.pipeline.resources.shares import too_much
 from penstock.services.modeling.families import LINEAR, keeps_state
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
+from penstock.services.runtime import registry
 from penstock.services.runtime.compiler import lacks_compiler
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import (
@@ -32,7 +33,8 @@ KERNELS = [("causal_conv1d", "causal-conv1d"), ("fla", "flash-linear-attention")
 
 
 def look(config: Config, report: Report) -> None:
-    """Adds to ``report`` what is lacking here."""
+    """Adds to ``report`` what is lacking here, and which of a colocated run's GPUs have nothing to do at times."""
+    report.notes += _idle(config)
     try:
         gpus = visible_gpus()
         reason, chosen = cpu_only_reason(), chosen_gpus()
@@ -70,6 +72,26 @@ def look(config: Config, report: Report) -> None:
             report.notes += _used(placed, chosen)
         except ConfigError as error:
             report.here.append(str(error))
+
+
+def _idle(config: Config) -> Iterator[str]:
+    """GPUs of the trainer's for which a colocated run has no engine, or no reference."""
+    ranks = config.trainer.ranks
+    if not config.run.colocated or config.trainer.device == "cpu" or isinstance(config.model, TinyModel):
+        return
+    each = registry.actors(config)["rollout"].gpus(config)
+    if 0 < (engines := each * config.rollout.count) < ranks and (most := ranks // each) > config.rollout.count:
+        yield (
+            f"rollout.count={config.rollout.count}: engines are on {engines} of the trainer's {ranks} GPUs "
+            "(run.placement=colocated), and the others generate nothing while it waits for answers; set "
+            f"rollout.count={most}"
+        )
+    if config.with_reference and config.reference.device != "cpu" and config.reference.count == 1 < ranks:
+        yield (
+            f"reference.count=1: one GPU of the trainer's {ranks} has the reference (run.placement=colocated), and "
+            "its engine stands still while that reads every answer; a reference for each, reference.count="
+            f"{ranks}, shares this, where there is memory for it (penstock plan FILE --gpus {ranks}xH100, say)"
+        )
 
 
 def _compiling(config: Config, devices: Mapping[str, str]) -> list[str]:

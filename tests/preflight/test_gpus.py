@@ -177,6 +177,26 @@ def test_what_shares_a_gpu_must_fit_it(
         assert re.search(message, said), said
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("rollout.count=1",), ("engines are on 1 of the trainer's 8 GPUs", "one GPU of the trainer's 8 has the ref")),
+        (("rollout.count=8", "reference.count=2"), ()),
+        (
+            ("rollout.count=2", "rollout.engine.vllm.tensor_parallel_size=2", "reference.count=8"),
+            ("set rollout.count=4",),
+        ),
+        (("rollout.count=8", "trainer.algorithm.kl.coefficient=0"), ()),
+        (("rollout.count=1", "run.placement=as_given"), ()),
+    ],
+)
+def test_gpus_that_a_colocated_run_leaves_idle_are_told_of(given: tuple[str, ...], said: tuple[str, ...]) -> None:
+    report = Report()
+    gpus.look(load(Path("configs/grpo-8b.yaml"), ["run.placement=colocated", "trainer.ranks=8", *given]), report)
+    notes = [note for note in report.notes if "of the trainer's" in note]
+    assert len(notes) == len(said) and all(map(str.__contains__, notes, said)), notes
+
+
 def test_colocated_all_but_the_trainer_have_its_gpus() -> None:
     """Engines beside each other, a critic from the first, who only reads from the last on."""
     teacher = "scorers={wise: {scorer: teacher, columns: {wise: token}, gpus: 1, own_gpus: false, count: 2}}"
