@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from penstock.pipeline.config import Config
 from penstock.pipeline.preflight.judges import nobody_at
 from penstock.pipeline.preflight.report import Report
+from penstock.pipeline.preflight.reward_notes import TRUTH, left_out
 from penstock.protocols.columns import ColumnTable
 from penstock.protocols.experience import Prompt
 from penstock.services.data.picture_files import blank_picture
@@ -31,6 +33,18 @@ MOST_SOURCES = 16
 ANSWER = "I think the answer is 42."
 
 
+@dataclass
+class Trial:
+    """What came of a function's, which stands at ``key``: what it gave for the first row, what one should know of any,
+    and all that it gave (`Given`)."""
+
+    function: FunctionConfig
+    key: str
+    line: str = ""
+    notes: list[str] = field(default_factory=list)
+    gave: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+
+
 def look(config: Config, report: Report) -> None:
     """Adds to ``report`` what is found; nothing where nobody would ask them."""
     if not actors(config)["reward"].count(config):
@@ -41,16 +55,17 @@ def look(config: Config, report: Report) -> None:
     functions = [(index, function) for index, function in functions if index not in lacking]
     if not functions:
         return
+    trials = [Trial(function, f"reward.functions.{index}") for index, function in functions]
     with ThreadPoolExecutor(len(functions)) as threads:
         tried = [
-            threads.submit(_try, function, index, config.columns, list(_rows_for(function, config, report)))
-            for index, function in functions
+            threads.submit(_try, trial, config, list(_rows_for(trial.function, config, report))) for trial in trials
         ]
-    for trial in tried:
+    for trial, ended in zip(trials, tried, strict=True):
         with report.collect():
-            line, note = trial.result()
-            report.lines += [line] * bool(line)
-            report.notes += [note] * bool(note)
+            ended.result()
+        report.lines += [trial.line] * bool(trial.line)
+        report.notes += trial.notes
+    report.notes += dict.fromkeys(left_out(config, [(trial.function, trial.gave) for trial in trials]))
 
 
 def _rows_for(function: FunctionConfig, config: Config, report: Report) -> Iterator[Prompt]:
@@ -70,19 +85,21 @@ def _shown_by_others(config: Config, row: Prompt) -> Prompt:
         return row
 
 
-def _try(function: FunctionConfig, index: int, table: ColumnTable, rows: list[Prompt]) -> tuple[str, str]:
-    """Returns what it gave for the first of ``rows``, and what one should know of any; either may be empty. Raises
-    `SetupError` where the function cannot be called, or fails on every answer to one of them."""
-    key = f"reward.functions.{index}"
+def _try(trial: Trial, config: Config, rows: list[Prompt]) -> None:
+    """Fills ``trial``, of ``rows``. Raises `SetupError` where the function cannot be called, or fails on every answer
+    to one of them."""
+    key, function = trial.key, trial.function
     pool = WorkerPool(function.program(key), workers=1, limit=8)  # importing it may take as long as in the run
-    line = note = ""
     try:
         for row, whole in _with_its_truth(key, function, rows if function.trial else []):
-            answers, calls = _called(pool, function, table, row, whole)
-            line = line or _given(key, function, row, answers, calls)
+            answers, calls = _called(pool, function, config.columns, row, whole)
+            trial.line = trial.line or _given(key, function, row, answers, calls)
+            for answer, call in zip(answers, calls, strict=True):
+                if call.done() and not call.exception():
+                    trial.gave[row.source, TRUTH if answer != ANSWER else ANSWER] = call.result()
             if note := _judge(key, function, row, answers, calls):
+                trial.notes.append(note)
                 break
-        return line, note
     finally:
         pool.close()
 
@@ -121,7 +138,7 @@ def _given(
 ) -> str:
     """What the function gave for each answer that it was tried on; empty where it gave nothing."""
     given = [
-        f"{_told(function, call.result())} for {'the truth' if answer != ANSWER else repr(answer)}"
+        f"{_told(function, call.result())} for {TRUTH if answer != ANSWER else repr(answer)}"
         for answer, call in zip(answers, calls, strict=True)
         if call.done() and not call.exception()
     ]
