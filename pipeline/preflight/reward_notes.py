@@ -8,11 +8,30 @@ from penstock.pipeline.config import Config
 from penstock.protocols.columns import REWARD
 from penstock.services.broker.config import RangeFilter
 from penstock.services.reward.config import FunctionConfig
+from penstock.services.reward.functions.overlong import overlong
 
 TRUTH = "the truth"
 """What an answer that is the row's truth is called."""
 Given = Mapping[tuple[str, str], list[float]]
 """What a function gave, by the source of the row and the answer that it was tried on."""
+
+
+def never_reached(function: FunctionConfig, key: str, config: Config) -> str:
+    """Of `overlong`, at ``key``, where answers end before its punishment does; else empty."""
+    most, longest = config.rollout.sampling.max_new_tokens, function.options.get("longest")
+    several_turns = bool(config.gateway.count or config.rollout.all_environments)
+    if function.function != "overlong" or several_turns or not isinstance(longest, int):
+        return ""
+    if most is None or longest <= most:
+        return ""
+    try:
+        worst = overlong(most, **function.options)
+    except (TypeError, ValueError):  # the trial says so
+        return ""
+    return (
+        f"{key}.options.longest={longest}: an answer has rollout.sampling.max_new_tokens={most} at most, so that the "
+        f"punishment ends at {worst + 0.0:g}, and not at -1; set longest={most}"
+    )
 
 
 def left_out(config: Config, given: list[tuple[FunctionConfig, Given]]) -> Iterator[str]:

@@ -12,7 +12,7 @@ import numpy as np
 from penstock.pipeline.config import Config
 from penstock.pipeline.preflight.judges import nobody_at
 from penstock.pipeline.preflight.report import Report
-from penstock.pipeline.preflight.reward_notes import TRUTH, left_out
+from penstock.pipeline.preflight.reward_notes import TRUTH, left_out, never_reached
 from penstock.protocols.columns import ColumnTable
 from penstock.protocols.experience import Prompt
 from penstock.services.data.picture_files import blank_picture
@@ -64,7 +64,7 @@ def look(config: Config, report: Report) -> None:
         with report.collect():
             ended.result()
         report.lines += [trial.line] * bool(trial.line)
-        report.notes += trial.notes
+        report.notes += filter(None, (never_reached(trial.function, trial.key, config), *trial.notes))
     report.notes += dict.fromkeys(left_out(config, [(trial.function, trial.gave) for trial in trials]))
 
 

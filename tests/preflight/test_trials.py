@@ -88,6 +88,18 @@ def test_what_a_filter_leaves_out_is_told_of_what_functions_gave() -> None:
     assert "replay.filter.low=0: reward was -1" in note
 
 
+def test_a_punishment_that_no_answer_is_long_enough_for_is_told_of() -> None:
+    function = {"function": "overlong", "options": {"longest": 64, "buffer": 16}}
+    sampling = {"rollout": {"sampling": {"max_new_tokens": 56}, "engine": {"type": "torch", "max_length": 128}}}
+    (note,) = noted(function, ROW, **sampling)
+    assert (
+        "longest=64: an answer has rollout.sampling.max_new_tokens=56 at most, so that the punishment ends at -0.5"
+        in note
+    )
+    sampling["rollout"]["sampling"]["max_new_tokens"] = 64
+    assert not noted(function, ROW, **sampling)
+
+
 def of_pictures(response: str, pictures: list[bytes]) -> float:
     """As docs/scoring.md opens one."""
     return float(open_picture(pictures[0]).width)
