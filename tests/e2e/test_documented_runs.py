@@ -22,7 +22,7 @@ ELSEWHERE = {
     "run configs/quickstart.yaml run.folder=/shared/runs": "tests/e2e/test_join.py",
     "run configs/grpo-32b.yaml": "tests/e2e/test_join.py, with a small model",
     "run configs/grpo-8b.yaml": "tests/engines/test_vllm.py, with a small model",
-    "run configs/one-gpu.yaml": "tests/e2e/test_colocated.py, with a small model",
+    "run configs/one-gpu": "tests/e2e/test_colocated.py, with a small model",
     "run configs/recipes/math.yaml model.path=Qwen/Qwen3-4B": "tests/pipeline/test_config.py reads it; needs GPUs",
     "join": "tests/e2e/test_join.py",
     "serve rollout": "tests/e2e/test_remote.py, make two-hosts-test",

@@ -33,7 +33,8 @@ def in_blocks(page: Path) -> list[str]:
 
 
 def _blocks(text: str) -> str:
-    fenced = re.findall(r"^ *```(?:sh|bash|console|)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+    every = re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+    fenced = [block for language, block in every if language in ("", "sh", "bash", "console")]
     indented = re.findall(r"(?:^ {4}.*\n)+", re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S), re.MULTILINE)
     return "\n".join([*fenced, *indented])
 
