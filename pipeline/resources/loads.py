@@ -34,4 +34,5 @@ def load_of(config: Config, response: float, prompt: float = PROMPT) -> Load:
     """A step's, with responses of so many tokens, given ones too, to prompts of so many."""
     each = config.gate.groups_per_step * max(1.0, response)
     given = config.rollout.given.answers * each
-    return Load(config.sampling.trajectories * each, float(prompt + response), float(prompt), given)
+    group = config.sampling.trajectories
+    return Load(group * each, float(prompt + response), float(prompt), given, group)

@@ -165,14 +165,17 @@ def critic_times(config: Config, load: Load, device: Device) -> tuple[float, flo
     if shape is None:
         return 0.0, 0.0
     critic = critic_of(config)
-    return forward_s(shape, critic.ranks, load, device), train_s(shape, critic, load, device)
+    values = forward_s(shape, critic.ranks, load, device, critic.tokens_per_micro_batch)
+    return values, train_s(shape, critic, load, device)
 
 
 def reference_s(config: Config, load: Load, device: Device) -> float:
     """Seconds of a step that one reference alone would take; 0 where there is none on a GPU, or the sizes of its model
     are not known here."""
     shape = shape_of(config, config.reference.path) if config.with_reference else None
-    return forward_s(shape, 1, load, device) if shape and config.reference.device != "cpu" else 0.0
+    if shape is None or config.reference.device == "cpu":
+        return 0.0
+    return forward_s(shape, 1, load, device, config.reference.tokens_per_batch)
 
 
 def _plain(config: Config, ranks: int, lora: LoraConfig | None) -> TrainerConfig:
@@ -363,13 +366,15 @@ def sequences(
 def _generate_s(
     config: Config, shape: Shape, load: Load, tensor: int, device: Device, engines: int, share: float = VLLM_DEFAULT
 ) -> float:
-    """Of engines that share a step: every decoding step reads the weights, and the KV of who is decoded."""
+    """Of engines that share a step: every decoding step reads the weights, and the KV of who is decoded. A group's
+    prompt is computed once."""
     most = most_at_once(config)
-    tokens, response = (load.tokens - load.given) / engines, load.length - load.prompt
+    tokens, response = (load.tokens - load.given) / engines, load.response
     fit = sequences(config, shape, tensor, device, load.length, share)
     batch = max(1.0, min(most, fit, tokens / response))
     weights = shape.parameters * shape.served_bytes / tensor
     kv = batch * (load.prompt + response / 2) * shape.kv_bytes / min(tensor, shape.kv_heads)
     read_s = (weights + kv) / (device.gb_s * 1e9 * BANDWIDTH_SHARE)
-    compute_s = batch * 2 * shape.met / (tensor * device.tflops * 1e12 * FLOPS_SHARE)
-    return tokens / batch * max(read_s, compute_s)
+    token_s = 2 * shape.met / (tensor * device.tflops * 1e12 * FLOPS_SHARE)
+    prompts_s = load.groups * load.prompt / engines * token_s
+    return tokens / batch * max(read_s, batch * token_s) + prompts_s

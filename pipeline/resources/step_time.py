@@ -6,6 +6,7 @@ of it that good code is known to reach. None of it was measured here: it is for 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from penstock.pipeline.resources.trainer_memory import (
@@ -51,6 +52,24 @@ class Load:
     """Of these, the prompt's."""
     given: float = 0.0
     """Of `tokens`, those of answers that nobody samples."""
+    group: int = 1
+    """Trajectories that have the same prompt."""
+
+    @property
+    def response(self) -> float:
+        """Of a trajectory on average, without its prompt."""
+        return self.length - self.prompt
+
+    @property
+    def groups(self) -> float:
+        """How many there are."""
+        return self.tokens / self.response / self.group
+
+    def prompts(self, shape: Shape, budget: int) -> float:
+        """Tokens of prompts in a forward pass over all of it: one for as many of a group as ``budget`` tokens have room
+        for, where the model's rows share a prompt; else one for each trajectory."""
+        fit = max(1, int((budget - self.prompt) / self.response)) if shape.shares else 1
+        return self.groups * math.ceil(self.group / fit) * self.prompt
 
 
 def train_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) -> float:
@@ -60,15 +79,16 @@ def train_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) ->
     slowest_s = max(_stage_s(shape.stage(number, stages), each, load, device) for number in range(stages))
     if stages == 1:
         return slowest_s
-    passes = _passes(each, load)
+    passes = _passes(shape, each, load)
     tokens = trainer.tokens_per_micro_batch / trainer.sequence_parallel
     handed_s = 2 * 2 * tokens * shape.hidden / _between(trainer.ranks, device)  # forth and back, in bf16
     return slowest_s * (1 + (stages - 1) / max(1.0, passes)) + passes * handed_s
 
 
-def _passes(trainer: TrainerConfig, load: Load) -> float:
+def _passes(shape: Shape, trainer: TrainerConfig, load: Load) -> float:
     """Micro-batches of a rank, in a step."""
-    passes = load.tokens * trainer.epochs / trainer.ranks / trainer.tokens_per_micro_batch
+    budget = trainer.tokens_per_micro_batch
+    passes = (load.tokens + load.prompts(shape, budget)) * trainer.epochs / trainer.ranks / budget
     return passes * trainer.sequence_parallel * trainer.tensor_parallel  # ranks that share a micro-batch
 
 
@@ -83,11 +103,10 @@ def _passes_before(trainer: TrainerConfig) -> int:
 
 def _stage_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) -> float:
     """What is gathered of the model travels beside the arithmetic, all else does not."""
-    passes = _passes(trainer, load)
-    tokens = load.tokens / trainer.ranks
-    flops = trainer.epochs * _flops(shape, trainer, load.length)
-    flops += _passes_before(trainer) * _forward_flops(shape, load.length)
-    arithmetic = tokens * flops / (device.tflops * 1e12 * FLOPS_SHARE)
+    passes = _passes(shape, trainer, load)
+    forward = _forward_flops(shape, load, trainer.tokens_per_micro_batch)
+    flops = trainer.epochs * _flops(shape, trainer, load, forward) + _passes_before(trainer) * forward
+    arithmetic = flops / trainer.ranks / (device.tflops * 1e12 * FLOPS_SHARE)
     sums = 0.0 if trainer.lora else 1 if keeps_whole_gradients(trainer, shape, device.gib) else passes
     gathered = _gathered(shape, trainer, passes, sums) / _between(trainer.ranks // trainer.replicas, device)
     gathered += sums * _replicated(shape, trainer) / _between(trainer.ranks, device)
@@ -134,10 +153,10 @@ def _iteration_flops(shape: Shape) -> float:
     return experts + shape.layers * sum(m.share * of(m.inputs, m.outputs) for m in shape.matrices.values())
 
 
-def forward_s(shape: Shape, gpus: int, load: Load, device: Device) -> float:
+def forward_s(shape: Shape, gpus: int, load: Load, device: Device, budget: int) -> float:
     """Seconds that a critic, or references, take on so many GPUs for a step's values, or log-probabilities: a forward
-    pass, and nothing that has to travel."""
-    return load.tokens / gpus * _forward_flops(shape, load.length) / (device.tflops * 1e12 * FLOPS_SHARE)
+    pass, of ``budget`` tokens at a time, and nothing that has to travel."""
+    return _forward_flops(shape, load, budget) / gpus / (device.tflops * 1e12 * FLOPS_SHARE)
 
 
 def switch_s(shape: Shape, trainer: TrainerConfig, tensor: int, device: Device) -> float:
@@ -158,17 +177,19 @@ def rest_s(shape: Shape, trainer: TrainerConfig, device: Device) -> float:
     return (2 * kept + still / trainer.ranks) / (device.host_gb_s * 1e9 * LINK_SHARE)
 
 
-def _forward_flops(shape: Shape, length: float) -> float:
-    """Of one token, which sees half of those around it."""
-    return forward_flops(shape, 1, 1, length / 2)
+def _forward_flops(shape: Shape, load: Load, budget: int) -> float:
+    """Of a step: a token sees half of those around it, and a response's its prompt. The head is for responses alone."""
+    prompts = load.prompts(shape, budget)
+    pairs = load.tokens * (load.prompt + load.response / 2) + prompts * load.prompt / 2
+    return forward_flops(shape, load.tokens + prompts, load.tokens, pairs)
 
 
-def _flops(shape: Shape, trainer: TrainerConfig, length: float) -> float:
-    """Of one token, forward and backward."""
-    forward = _forward_flops(shape, length)
+def _flops(shape: Shape, trainer: TrainerConfig, load: Load, forward: float) -> float:
+    """Of a step, with this ``forward`` pass and a backward one."""
     again = float(bool(trainer.gradient_checkpointing))
     if trainer.gradient_checkpointing == "selective":  # of a mixture, the experts are computed again
-        again = SELECTIVE_SHARE + 2 * shape.mixtures * shape.chosen * shape.expert / forward
+        tokens = load.tokens + load.prompts(shape, trainer.tokens_per_micro_batch)
+        again = SELECTIVE_SHARE + 2 * shape.mixtures * shape.chosen * shape.expert * tokens / forward
     return forward * (1 + again) + backward_flops(forward, trainer.lora is not None)
 
 

@@ -15,8 +15,9 @@ from pydantic import Field, ValidationError
 from penstock.pipeline.config import Config, ConfigError
 from penstock.pipeline.resources.loads import load_of
 from penstock.pipeline.resources.memory import critics_each, trainer_of
+from penstock.pipeline.resources.readers import BATCH
 from penstock.pipeline.resources.search import BANDWIDTH_SHARE, critic_rest_s, critic_times, reference_s, sequences
-from penstock.pipeline.resources.step_time import FLOPS_SHARE, switch_s, train_s
+from penstock.pipeline.resources.step_time import FLOPS_SHARE, forward_s, switch_s, train_s
 from penstock.pipeline.resources.trainer_memory import version_bytes
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.rollout.config import VLLM_DEFAULT, PluginEngineConfig, VllmEngineConfig
@@ -185,7 +186,7 @@ def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt:
         "decode_sequence_s": kv / parts / bandwidth,
         "prefill_token_s": 2 * shape.met / (tensor * parts * flops),
         "train_token_s": trained,
-        "score_token_s": (reference_s(config, step, device) or 2 * shape.met / flops * step.tokens) / step.tokens,
+        "score_token_s": (reference_s(config, step, device) or forward_s(shape, 1, step, device, BATCH)) / step.tokens,
         "critic_values_token_s": values_s / step.tokens,
         "critic_train_token_s": critic_s / step.tokens,
         "publish_s": version_bytes(shape, config.trainer) / (NETWORK_GB_S * 1e9),

@@ -106,6 +106,8 @@ class Shape:
     """What these find is weighed by a gate, which is made with the queries."""
     packs: bool = True
     """Ranks may share its rows, between tokens."""
+    shares: bool = True
+    """Answers to a prompt follow one copy of it (`families.PACKED`)."""
     staged: bool = True
     """Ranks may share its layers (`families.STAGED`)."""
     tensor: bool = True
@@ -310,7 +312,7 @@ def _feed_forward(hidden: int, inner: int, within: str, share: float) -> dict[st
 def described_by(name: str, data: Mapping[str, Any]) -> Shape | None:
     """The sizes in a config.json, of a model that sees those of its decoder; None where they are not known: of other
     layers that keep a state, of other mixtures."""
-    alone = "hidden_size" in data
+    alone, shares = "hidden_size" in data, data.get("model_type") in PACKED
     if not alone and isinstance(text := data.get("text_config"), Mapping):
         data = {**text} | {key: data[key] for key in ("tie_word_embeddings",) if key in data}
     family = data.get("model_type")
@@ -330,7 +332,7 @@ def described_by(name: str, data: Mapping[str, Any]) -> Shape | None:
             name, data["hidden_size"], 0 if mixture else data["intermediate_size"], data["num_hidden_layers"], heads,
             data.get("num_key_value_heads") or heads, data.get("head_dim") or data["hidden_size"] // heads,
             data["vocab_size"], bool(tied), positions or 1 << 20,
-            packs=alone and family in PACKED and not hybrid, staged=alone and family in STAGED,
+            packs=alone and family in PACKED and not hybrid, shares=shares, staged=alone and family in STAGED,
             tensor=alone and family in TENSOR, split=alone and family in TENSOR | TENSOR_WHOLE,
             counted=family in PLAIN and not data.get("use_sliding_window"),
             norms_heads=hybrid or family in ("qwen3", "qwen3_moe"),

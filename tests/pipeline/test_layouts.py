@@ -22,7 +22,7 @@ from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import place
 from penstock.pipeline.resources.readers import readers_each
 from penstock.pipeline.resources.search import layouts, shapes
-from penstock.pipeline.resources.step_time import Load
+from penstock.pipeline.resources.step_time import Load, forward_s, train_s
 from penstock.pipeline.simulate.costs import on_gpus
 from penstock.pipeline.simulate.world import World
 
@@ -147,7 +147,7 @@ def test_a_longer_prompt_takes_longer() -> None:
     """As the simulator says of an engine, with as many sequences as it has room for."""
     (count, device), config = devices_of("8xH100"), load(BIG, [ALONE])
     shape = shape_of(config)
-    assert shape and load_of(config, 100, 900) == Load(100.0 * 64 * 8, 1000.0, 900.0)
+    assert shape and load_of(config, 100, 900) == Load(100.0 * 64 * 8, 1000.0, 900.0, group=8)
     assert load_of(config, 100).prompt == 256
     for prompt in (0, 256, 8000):
         one = next(layouts(config, shape, count, device, load_of(config, 1000, prompt)))
@@ -156,10 +156,34 @@ def test_a_longer_prompt_takes_longer() -> None:
         each = 64 * 8 / one.rollouts
         batch = min(each, costs.most_sequences or each, config.rollout.engine.max_sequences)  # type: ignore[union-attr]
         token_s = max(costs.decode_s + batch * costs.decode_sequence_s, batch * costs.decode_compute_s)
-        assert one.generate_s == pytest.approx(1000 * each / batch * token_s, rel=0.02)
+        read_s = 64 / one.rollouts * prompt * costs.prefill_token_s
+        assert one.generate_s == pytest.approx(1000 * each / batch * token_s + read_s, rel=0.02)
     for more, tokens in (([], "256"), (["--prompt", "8000"], "8,000")):
         shown = CliRunner().invoke(app, ["plan", str(BIG), "--gpus", "8xH100", *more]).output
         assert f"tokens to prompts of {tokens};" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_prompts_are_computed_by_trainer_critic_and_reference(shares: bool) -> None:
+    """As if they were sampled, but for the head; once for as many answers of a group as there is room for."""
+    config, device = load(BIG, ["trainer.algorithm.preset=ppo", f"critic.path={SMALL}"]), devices_of("8xH100")[1]
+    found = shape_of(config)
+    assert found and found.shares
+    shape, trainer = replace(found, shares=shares), config.trainer
+    for seconds_of in (
+        lambda step, budget: forward_s(shape, 8, step, device, budget),
+        lambda step, n: train_s(shape, trainer.model_copy(update={"tokens_per_micro_batch": n}), step, device),
+    ):
+        said, sampled = Load(256e4, 256.0), Load(3256e4, 3256.0)
+        alone = seconds_of(Load(256e4, 3256.0, 3000.0), 32768)
+        assert alone == pytest.approx(seconds_of(sampled, 32768), rel=0.15)
+        assert alone > 10 * seconds_of(said, 32768)
+        fits, splits = (seconds_of(Load(256e4, 3256.0, 3000.0, group=8), budget) for budget in (32768, 4100))
+        assert fits == pytest.approx(alone / 4 if shares else alone, rel=0.4)
+        assert splits > 1.2 * fits if shares else splits >= fits
+    short, long = (on_gpus(config, found, device, 256, prompt) for prompt in (64, 3000))
+    for key in ("train_token_s", "critic_values_token_s", "critic_train_token_s", "score_token_s"):
+        assert getattr(long, key) > 1.5 * getattr(short, key)
 
 
 @pytest.mark.parametrize(("gpus", "colocated"), [("8xH100", True), ("24xH100", False), ("64xH100", False)])
