@@ -89,7 +89,7 @@ def _compare_steps(config: Config, report: Report) -> None:
     """Says where prompts end long before the step at which the learning rate would have fallen, or long after the last
     one."""
     epochs, steps, optimizer = config.prompts.epochs, config.trainer.counted_steps, config.trainer.optimizer
-    given = steps_made(config, report.sizes.get("prompts.train", 0))
+    given = steps_made(config, report.sizes.get("prompts.train", 0), report.done)
     if given > steps:
         report.notes.append(
             f"trainer.steps={steps}: the run ends there, and prompts.epochs={epochs} of prompts.train would make "

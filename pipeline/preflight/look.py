@@ -25,6 +25,7 @@ from penstock.pipeline.preflight import (
 )
 from penstock.pipeline.preflight.hub import without_hub
 from penstock.pipeline.preflight.report import Report
+from penstock.pipeline.preflight.steps import done_in
 from penstock.pipeline.resources.memory import plan
 from penstock.services.runtime import logs
 from penstock.services.runtime.gpus import visible_gpus
@@ -35,7 +36,7 @@ def look(config: Config, folder: Path, programs: bool = False, lacking: str = ""
     Loads no weights, and starts nothing that stays. ``programs``: those of the config are there; ``lacking``: what this
     machine has not, so that they are not."""
     logs.silence()
-    report = Report()
+    report = Report(done=done_in(folder))
     with without_hub(config, report):
         machine.look(config, folder, report)
         parts = (

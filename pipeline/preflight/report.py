@@ -11,6 +11,14 @@ from penstock.protocols.experience import Prompt
 from penstock.services.runtime.errors import PackageError, SetupError
 
 
+@dataclass(frozen=True)
+class Done:
+    """What a run has trained on already."""
+
+    steps: int = 0
+    groups: int = 0
+
+
 @dataclass
 class Report:
     """``lines`` say what is there, ``notes`` what one should know, ``problems`` why the run cannot work, ``here`` why
@@ -35,6 +43,8 @@ class Report:
     """The sources of the first rows of the training data."""
     evaluated: dict[str, set[str]] = field(default_factory=dict)
     """Those that the rows of each evaluation set count to, which was opened."""
+    done: Done = Done()
+    """By a run that goes on."""
     characters: set[str] | None = None
     """Those that a tiny model knows; None of another one, or where no environment speaks to it."""
 

@@ -12,9 +12,8 @@ from typing import Any
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.config.origin import Origin, key_of, read
 from penstock.pipeline.config.passwords import HIDDEN, hide_password
-from penstock.pipeline.preflight.steps import counted
+from penstock.pipeline.preflight.steps import counted, done_in
 from penstock.pipeline.run.summary import check_run, read_summary
-from penstock.services.runtime.lines import read_lines
 from penstock.services.runtime.user_folders import find_files
 
 FIXED = (
@@ -45,17 +44,18 @@ def resumed(folder: Path, file: Path | None, overrides: list[str] | None) -> tup
     began = load(recorded)
     origin = (read(folder) or Origin(str(recorded.resolve()))).with_overrides(overrides)
     kept: list[str] = []
+    done = done_in(folder)
     if file is None:
         config = load(recorded, overrides)
     else:
         origin = Origin(str(file.resolve()), origin.overrides)
         config = load(file, list(origin.overrides))
         with suppress(ConfigError):  # a file may need what was given at its first start
-            said = changes(counted(load(file, overrides), began)[0], counted(config, began)[0])
+            said = changes(counted(load(file, overrides), began, done)[0], counted(config, began, done)[0])
             kept = [f"{change} (given at an earlier start, which holds; {file.name} says otherwise)" for change in said]
     config = with_password(config)
     asked_now = any(key_of(override) == "trainer.steps" for override in overrides or [])
-    config, _ = counted(config, None if asked_now else began)
+    config, _ = counted(config, None if asked_now else began, done)
     check_fixed(began, config)
     check_left(folder, config)
     return config, origin, [*changes(began, config), *kept]
@@ -83,7 +83,7 @@ def _store(url: str) -> str:
 
 def committed(folder: Path) -> int:
     """Steps that the run in ``folder`` has done."""
-    return 1 + max((row["step"] for row in read_lines(folder / "ledger.jsonl")), default=-1)
+    return done_in(folder).steps
 
 
 def complete(folder: Path, config: Config) -> dict[str, Any] | None:

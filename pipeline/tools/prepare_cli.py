@@ -38,7 +38,7 @@ def prepare(
 
 def _prepare(file: Path, overrides: list[str], folder: Path, looked: bool, tell: bool) -> None:
     from penstock.pipeline.preflight.look import look
-    from penstock.pipeline.preflight.steps import counted
+    from penstock.pipeline.preflight.steps import counted, done_in
     from penstock.pipeline.resources.host import to_scale, too_small
     from penstock.pipeline.run.folder import began_in, open_folder
     from penstock.pipeline.run.resume import STORE, with_password
@@ -47,7 +47,7 @@ def _prepare(file: Path, overrides: list[str], folder: Path, looked: bool, tell:
     config = load(file, overrides)
     if tell or STORE in os.environ:  # which a cluster's secret has, or lacks
         config = with_password(config)
-    config, line = counted(config, began_in(folder))
+    config, line = counted(config, began_in(folder), done_in(folder))
     if line:
         typer.echo(line, err=True)
     if not looked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from penstock.pipeline.config import ConfigError, dump, load, parse
 from penstock.pipeline.preflight import data
 from penstock.pipeline.preflight.given import TRAIN, look_at_rows
 from penstock.pipeline.preflight.report import Report
+from penstock.pipeline.preflight.steps import done_in
 from penstock.pipeline.run.resume import resumed
 from penstock.pipeline.run.start import laid_out
 from penstock.protocols.experience import Prompt
@@ -78,3 +80,19 @@ def test_steps_may_be_as_many_as_the_epochs_make(tmp_path: Path) -> None:
     for given, steps in (([], 63), (["trainer.steps=null"], 63), (["prompts.epochs=3", "trainer.steps=null"], 94)):
         assert resumed(folder, None, given)[0].trainer.steps == steps
     assert resumed(folder, file, ["prompts.epochs=2"])[0].trainer.steps == 63, "the file still leaves them open"
+
+
+def test_steps_of_another_size_follow_those_that_are_done(tmp_path: Path) -> None:
+    """Of 2,000 groups the first 8 steps had 32 each: what is left makes 109 steps of 16."""
+    file, folder, smaller = tmp_path / "run.yaml", tmp_path / "run", ["prompts.epochs=2", "gate.groups_per_step=16"]
+    file.write_text(FILE.replace("100000", "null"))
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump(laid_out(str(file), ["prompts.epochs=2"], None)[0]))
+    taken = [json.dumps({"step": step, "groups": [*range(32 * step, 32 * step + 32)]}) for step in (*range(8), 7)]
+    (folder / "ledger.jsonl").write_text("\n".join(taken) + "\n")
+    for given in ((None, [*smaller, "trainer.steps=null"]), (file, smaller)):
+        config = resumed(folder, *given)[0]
+        assert config.trainer.steps == 8 + 109
+        report = Report(done=done_in(folder))
+        data.look(config, report)
+        assert not report.notes, "these are all that the prompts make"
