@@ -9,6 +9,7 @@ from penstock.pipeline.resources.gpus import gpus_of_programs
 from penstock.pipeline.resources.host import PROCESS_GIB, SPARE, HostNeeds, host_needs
 from penstock.pipeline.resources.placement import joining_guests, seated
 from penstock.pipeline.resources.store_size import store_gib
+from penstock.services.reward.config import ENVIRONMENT
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.runtime.registry import ActorSpec
@@ -20,6 +21,10 @@ PATIENCE_S = 3600
 """Those that join wait so long for a run that waits for a machine."""
 HEAD_CPUS = 1
 """Beside those of the processes that compute: supervisor, broker, Redis, rewards that wait."""
+REWARD_CPUS = 4
+"""For rewards that compute where `reward.workers` is null: it is as many as there are cores."""
+COMPUTE = {"code_tests", "math_verify", "reasoning_gym"}
+"""Rewards that take seconds of a core; who knows what a user's own takes."""
 VLLM_CPUS = 2
 """Of a vLLM engine beside one for each of its GPUs: its API and its core, which is a busy loop (vLLM's own advice)."""
 GPU_CPUS = 2
@@ -114,7 +119,18 @@ def _cpus(spec: ActorSpec, config: Config, with_gpus: bool) -> int:
     gpus, threads = spec.gpus(config) * with_gpus, spec.threads(config) * spec.ranks(config)
     if spec.kind == "rollout" and isinstance(config.rollout.engine, VllmEngineConfig):
         return max(threads, VLLM_CPUS + max(1, gpus))
+    if spec.kind == "reward":
+        return threads + _reward_cpus(config)
     return max(threads, GPU_CPUS * gpus)
+
+
+def _reward_cpus(config: Config) -> int:
+    """Of a reward process's workers, however many functions these are for: what waits for one seldom waits for two."""
+    functions = {each.function for each in config.reward.functions} - {"judge", ENVIRONMENT}  # these wait alone
+    if config.reward.workers:
+        return config.reward.workers * bool(functions)
+    computes = any(function in COMPUTE or ":" in function for function in functions)
+    return -(-REWARD_CPUS // config.reward.count) * computes
 
 
 def _memory_gib(config: Config, part: Part, needs: HostNeeds) -> int:

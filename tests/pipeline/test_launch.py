@@ -539,6 +539,21 @@ def test_guests_memory_comes_on_top_of_the_trainers() -> None:
     assert memory(objects(beside), "trainer") == pytest.approx(own + SPARE * more, abs=2)
 
 
+@pytest.mark.parametrize(
+    ("given", "more"),
+    [
+        (["reward.workers=32"], 32), (["reward.workers=8", "reward.count=2"], 16 + 1), ([], 0),
+        (["reward.functions=[{function: code_tests}, {function: exact_match}]"], 4),
+        (["reward.functions=[{function: 'mine:reward'}]", "reward.count=4"], 4 + 3),
+        (["reward.functions=[{function: judge, options: {model: m, url: u}}]", "reward.workers=32"], 0),
+    ],
+)  # fmt: skip
+def test_the_head_has_cores_for_its_rewards(given: list[str], more: int) -> None:
+    """One more for each further process."""
+    plain, head = (parts_of(spread(GRPO, *each), with_gpus=True)[0].cpus for each in ([], given))
+    assert head == plain + more
+
+
 def test_a_scorer_is_an_object_whatever_its_name() -> None:
     def judged(name: str, *more: str) -> Config:
         scorers = ", ".join(
