@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from penstock.pipeline.config import Config, ConfigError
 from penstock.pipeline.resources.gpus import gpus_of_programs
-from penstock.pipeline.resources.host import PROCESS_GIB, SPARE, HostNeeds, host_needs
+from penstock.pipeline.resources.host import PROCESS_GIB, SPARE, HostNeeds, host_needs, processes_of
 from penstock.pipeline.resources.placement import joining_guests, seated
 from penstock.pipeline.resources.store_size import store_gib
 from penstock.services.reward.config import ENVIRONMENT
@@ -67,7 +67,7 @@ def parts_of(config: Config, with_gpus: bool, each: int = 1) -> list[Part]:
     head = [(spec, len(spec.names(config))) for spec in registry.started_here(config)]
     gpus = (sum(count * spec.gpus(config) for spec, count in head) + gpus_of_programs(config)) * with_gpus
     cpus = HEAD_CPUS + sum(count * _cpus(spec, config, with_gpus) for spec, count in head)
-    found = [Part("head", 1, 1, gpus, cpus, sum(count * _processes(spec, config) for spec, count in head))]
+    found = [Part("head", 1, 1, gpus, cpus, sum(count * processes_of(spec, config) for spec, count in head))]
     specs, guests = registry.actors(config), joining_guests(config)
     for kind in dict.fromkeys(kind for kind in config.run.elsewhere if kind not in guests):
         spec, count = specs[kind], len(specs[kind].names(config))
@@ -80,10 +80,10 @@ def parts_of(config: Config, with_gpus: bool, each: int = 1) -> list[Part]:
             raise ConfigError(f"--each: {each} does not divide {key}={count}; take one of {fit}, or another {key}")
         tasks = count // size * nodes
         gpus, cpus = size * spec.gpus(config) * with_gpus // nodes, size * _cpus(spec, config, with_gpus) // nodes
-        processes = size * _processes(spec, config) // nodes
+        processes = size * processes_of(spec, config) // nodes
         if kind == "trainer":
             cpus += sum(count * _cpus(specs[guest], config, with_gpus) for guest, count in guests.items())
-            processes += sum(count * _processes(specs[guest], config) for guest, count in guests.items())
+            processes += sum(count * processes_of(specs[guest], config) for guest, count in guests.items())
             wanted = {f"{guest}-{i}": specs[guest].gpus(config) for guest, n in guests.items() for i in range(n)}
             seated(config, [str(gpu) for gpu in range(gpus)], wanted)  # now, not when a machine is there
         found.append(Part(kind, tasks, size, gpus, cpus, processes, fixed=spec.single))
@@ -108,12 +108,6 @@ def member_arguments(folder: str, part: Part, name: str) -> list[str]:
     return ["join", folder, part.kind, "--count", str(part.each), "--patience", str(PATIENCE_S), "--name", name]
 
 
-def _processes(spec: ActorSpec, config: Config) -> int:
-    """Of one actor: its ranks, and those that vLLM has for its GPUs, one for each."""
-    is_vllm = spec.kind == "rollout" and isinstance(config.rollout.engine, VllmEngineConfig)
-    return spec.ranks(config) + is_vllm * max(1, spec.gpus(config))
-
-
 def _cpus(spec: ActorSpec, config: Config, with_gpus: bool) -> int:
     """Of one actor, all its ranks together."""
     gpus, threads = spec.gpus(config) * with_gpus, spec.threads(config) * spec.ranks(config)
@@ -135,10 +129,10 @@ def _reward_cpus(config: Config) -> int:
 
 def _memory_gib(config: Config, part: Part, needs: HostNeeds) -> int:
     actors, gib = actors_in(config, part), PROCESS_GIB * max(1, part.processes)
-    gib += sum(count * needs.beside(kind, config) for kind, count in actors.items())
     if "trainer" in actors:
-        ranks = config.trainer.ranks // config.trainer.nodes  # of them the processes are counted already
-        gib += needs.trainer_node(config, ranks) - PROCESS_GIB * ranks
+        gib += max(needs.trainer_nodes(config, actors, config.trainer.ranks // config.trainer.nodes))
+    else:
+        gib += sum(count * needs.beside(kind, config) for kind, count in actors.items())
     if part.kind == "head" and config.store.url is None:
         gib += store_gib(config) / 2  # answers are half as long as they may be, on average, or shorter
     return round(SPARE * gib + 0.5)

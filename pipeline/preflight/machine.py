@@ -15,7 +15,7 @@ import redis
 from penstock.pipeline.config import Config, ConfigError, hide_password
 from penstock.pipeline.config.passwords import HIDDEN
 from penstock.pipeline.preflight.report import Report
-from penstock.pipeline.resources.host import PROCESS_GIB, host_needs
+from penstock.pipeline.resources.host import host_needs, on_trainer_nodes
 from penstock.pipeline.resources.store_size import store_gib
 from penstock.pipeline.resources.trainer_memory import GIB
 from penstock.pipeline.run.folder import keys_folder
@@ -234,8 +234,8 @@ def _look_at_memory(config: Config, folder: Path, report: Report) -> None:
     trainer = config.trainer
     ranks = trainer.ranks // trainer.nodes
     # Of what processes have beside it only a limit must take account: on a CPU that is far less.
-    guests = needs.guests(config, ranks)
-    if (node := needs.trainer_node(config, ranks) - PROCESS_GIB * ranks + guests) > memory:
+    guests = on_trainer_nodes(config, trainer.nodes)
+    if (node := needs.trainer_nodes(config, guests, ranks)[0]) > memory:
         beside = ", and who sleeps beside it, take" if guests else " takes"
         report.here.append(
             f"model.path: the trainer, with versions in shared memory and a checkpoint's staging{beside} {node:.0f} "

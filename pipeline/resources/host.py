@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.placement import sharers
 from penstock.pipeline.resources.trainer_memory import (
     GIB,
     at_once,
@@ -23,6 +24,7 @@ from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.runtime.custom_scorer import ScorerConfig
+from penstock.services.runtime.registry import ActorSpec
 from penstock.services.weights.transports.shared_memory import SEGMENTS
 
 SHM, TRAINER = "PENSTOCK_SHM", "PENSTOCK_TRAINER_MEMORY"
@@ -73,15 +75,18 @@ class HostNeeds:
         own = (self.staging + self.offloaded + self.activations + self.resting) * ranks / config.trainer.ranks
         return ranks * PROCESS_GIB + own + self.shared
 
-    def guests(self, config: Config, gpus: int = 8) -> float:
-        """Of rollouts, references and scorers that sleep on that node while the trainer works, and of a critic that
-        rests (`run.placement`: colocated)."""
-        if not config.run.colocated:
-            return 0.0
-        references = config.reference.count * self.reference * config.with_reference + self.scorers
-        here = min(gpus, config.trainer.ranks) / config.trainer.ranks
-        critic = self.beside("critic", config) * shares_devices(config)
-        return here * (config.rollout.count * self.asleep(config) + references) + critic
+    def trainer_nodes(self, config: Config, actors: Mapping[str, int], gpus: int = 8) -> tuple[float, float]:
+        """Of the first of these nodes, and of each other (0: there is none), where so many ``actors`` of each kind are
+        beside the ranks; without any process's own. Rollouts on the trainer's GPUs map the versions that are served
+        from the first node; all others receive them."""
+        processes = PROCESS_GIB * min(gpus, config.trainer.ranks)
+        received = actors.get("rollout", 0) * self.received
+        beside = sum(count * self.beside(kind, config) for kind, count in actors.items()) - received
+        if config.run.colocated:
+            beside += self.scorers * min(gpus, config.trainer.ranks) / config.trainer.ranks
+        first = self.trainer_node(config, gpus) - processes + beside
+        other = first - self.shared + received if config.trainer.ranks > gpus else 0.0
+        return first + received * (not (config.run.colocated and self.shared)), other
 
     def asleep(self, config: Config) -> float:
         """Of one rollout that sleeps: its weights, which vLLM puts into registered memory, whose blocks are powers of
@@ -101,7 +106,7 @@ class HostNeeds:
         mixed = (config.reference.mix < 1) * 4 / DTYPE_BYTES[config.model.dtype]  # in fp32, while it is made
         held = {
             "rollout": self.received + self.routing + self.asleep(config),
-            "reference": self.reference * (1 + config.run.colocated + mixed),
+            "reference": self.reference * (1 + mixed),
             "critic": (self.critic + self.critic_offloaded + self.critic_activations) / config.critic.nodes,
         }
         return held.get(kind, 0.0)
@@ -186,6 +191,21 @@ def host_needs(config: Config) -> HostNeeds | None:
         version, shared, offloaded, kept, resting, copies * state, routing, checkpoints, reference, scorers,
         config.critic.replicas * critic, of_critic, _activations(learned, config.critic) * config.with_critic,
     )  # fmt: skip
+
+
+def on_trainer_nodes(config: Config, nodes: int) -> dict[str, int]:
+    """Actors of each kind that are beside the ranks on one of so many nodes of the trainer's (`run.placement`:
+    colocated), at most."""
+    if not config.run.colocated:
+        return {}
+    specs = registry.actors(config)
+    return {kind: -(-specs[kind].count(config) // nodes) for kind in sharers(config)}
+
+
+def processes_of(spec: ActorSpec, config: Config) -> int:
+    """Of one actor: its ranks, and those that vLLM has for its GPUs, one for each."""
+    is_vllm = spec.kind == "rollout" and isinstance(config.rollout.engine, VllmEngineConfig)
+    return spec.ranks(config) + is_vllm * max(1, spec.gpus(config))
 
 
 def _critic(shape: Shape, critic: CriticConfig, rests: bool) -> tuple[float, float]:

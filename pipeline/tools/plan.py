@@ -21,7 +21,7 @@ from penstock.pipeline.resources.choice import (
 )
 from penstock.pipeline.resources.devices import devices_of
 from penstock.pipeline.resources.gpus import gpus_of_programs, total_gpus
-from penstock.pipeline.resources.host import HostNeeds, host_needs
+from penstock.pipeline.resources.host import PROCESS_GIB, HostNeeds, host_needs, on_trainer_nodes, processes_of
 from penstock.pipeline.resources.layout import Layout, seconds_of
 from penstock.pipeline.resources.loads import half_of_the_longest, load_of
 from penstock.pipeline.resources.memory import plan, staged, trainer_of
@@ -34,6 +34,7 @@ from penstock.pipeline.resources.step_time import FLOPS_SHARE, LINK_SHARE, PROMP
 from penstock.pipeline.resources.store_size import store_gib
 from penstock.pipeline.resources.trainer_memory import trainer_parts
 from penstock.services.modeling.decoder_shape import Shape
+from penstock.services.runtime import registry
 from penstock.services.runtime.gpu_kinds import MACHINE, Device
 
 SHOWN = 6
@@ -65,9 +66,9 @@ def show(console: Console, config: Config, gpus: str | None, length: int | None,
         console.print(f"does not fit: {problem}", style="red", highlight=False, markup=False)
     if needs := host_needs(config):
         console.print(
-            f"host: {_node_gib(needs, config):.0f} GiB on the trainer's first node, {needs.shared:.0f} GiB of it "
-            f"shared memory; {needs.checkpoints:.0f} GiB of disk for checkpoints; up to {store_gib(config):.1f} GiB in "
-            "Redis, and twice that on its disk, until a checkpoint covers it (trainer.checkpoint.every)",
+            f"host: {_nodes_words(needs, config)}; {needs.checkpoints:.0f} GiB of disk for checkpoints; up to "
+            f"{store_gib(config):.1f} GiB in Redis, and twice that on its disk, until a checkpoint covers it "
+            "(trainer.checkpoint.every)",
             highlight=False,
         )
     if device:
@@ -153,11 +154,22 @@ def _host(config: Config, layout: Layout) -> str:
         "rollout": config.rollout.model_copy(update={"count": layout.rollouts}),
     }
     needs = host_needs(made := with_references(config, layout.references).model_copy(update=changed))
-    return f"{_node_gib(needs, made):.0f} GiB of the trainer's first host" if needs else "a host of unknown size"
+    return f"{max(_nodes_gib(needs, made)):.0f} GiB of a host of the trainer's" if needs else "a host of unknown size"
 
 
-def _node_gib(needs: HostNeeds, config: Config) -> float:
-    return needs.trainer_node(config) + needs.guests(config)
+def _nodes_words(needs: HostNeeds, config: Config) -> str:
+    first, other = _nodes_gib(needs, config)
+    more = f", {other:.0f} GiB on each other, whose rollouts receive versions" * (config.run.colocated and other > 0)
+    return f"{first:.0f} GiB on the trainer's first node, {needs.shared:.0f} GiB of it shared memory{more}"
+
+
+def _nodes_gib(needs: HostNeeds, config: Config) -> tuple[float, float]:
+    """Of the trainer's first node, and of each other; 0: there is none."""
+    specs, ranks = registry.actors(config), min(MACHINE, config.trainer.ranks)
+    guests = on_trainer_nodes(config, -(-config.trainer.ranks // ranks))
+    processes = ranks + sum(count * processes_of(specs[kind], config) for kind, count in guests.items())
+    first, other = needs.trainer_nodes(config, guests, ranks)
+    return first + PROCESS_GIB * processes, other + PROCESS_GIB * processes * (other > 0)
 
 
 def _seconds(value: float) -> str:

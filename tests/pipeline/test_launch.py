@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -529,14 +530,40 @@ def test_memory_is_asked_for_where_the_trainer_is(name: str) -> None:
 
 
 def test_guests_memory_comes_on_top_of_the_trainers() -> None:
-    file, keys = ROOT / "configs" / "grpo-32b.yaml", ["run.placement=colocated", "rollout.count=4"]
+    """On a node whose rollouts receive versions, which the first node has in shared memory."""
+    file, keys = ROOT / "configs" / "grpo-32b.yaml", ["run.placement=colocated", "rollout.count=8"]
     plain, beside = (load(file, more) for more in ([], [*keys, "run.elsewhere=[trainer,rollout]"]))
     needs = host_needs(beside)
     assert needs and needs.resting
     processes = 1 + registry.actors(beside)["rollout"].gpus(beside)
-    more = needs.resting / 2 + 2 * (needs.beside("rollout", beside) + processes * PROCESS_GIB)
+    more = needs.resting / 2 + 4 * (needs.beside("rollout", beside) + processes * PROCESS_GIB) - needs.shared
     own = memory(objects(plain), "trainer")
     assert memory(objects(beside), "trainer") == pytest.approx(own + SPARE * more, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "mapped"),
+    [
+        (["trainer={ranks: 16, nodes: 2}", "rollout.count=8"], False), (["rollout.count=4"], True),
+        (["rollout.count=4", "trainer.algorithm.kl.coefficient=0.01"], True),
+        (["rollout.count=4", "weights.transport=gloo"], False),
+    ],
+    ids=["two nodes", "one", "a reference", "by sockets"],
+)  # fmt: skip
+def test_a_cluster_is_asked_for_what_the_plan_counts_and_a_quarter_more(given: list[str], mapped: bool) -> None:
+    """Rollouts beside the trainer map the versions that it serves, and have none of their own."""
+    keys = ["run.placement=colocated", "run.elsewhere=[trainer,rollout,reference]", "trainer={ranks: 8, nodes: 1}"]
+    keys, file = [*keys, *given], ROOT / "configs" / "grpo-32b.yaml"
+    config, said = load(file, keys), CliRunner().invoke(app, ["plan", str(file), *keys]).output
+    counted = max(map(int, re.findall(r"(\d+) GiB on (?:the trainer's|each)", " ".join(said.split()))))
+    assert memory(objects(config), "trainer") == pytest.approx(SPARE * counted, abs=2)
+    needs, nodes, references = host_needs(config), config.trainer.nodes, int(config.with_reference)
+    assert needs
+    own = needs.asleep(config) + (not mapped) * needs.received
+    gib = (needs.staging + needs.resting + config.rollout.count * own) / nodes + references * needs.reference
+    engine = registry.actors(config)["rollout"].gpus(config)
+    gib += PROCESS_GIB * (8 + 4 * (1 + engine) + references) + (nodes == 1) * needs.shared
+    assert counted == pytest.approx(gib, abs=1)
 
 
 @pytest.mark.parametrize(
