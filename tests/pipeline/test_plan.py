@@ -385,7 +385,7 @@ def test_guests_are_on_the_trainers_gpus() -> None:
     two = ["rollout.engine.vllm.tensor_parallel_size=2", "rollout.count=2"]
     placed = {"trainer": "0,1,2,3", "rollout-0": "0,1", "rollout-1": "2,3", "reference-0": "3"}
     assert on(8, *two) == on(4, *two) == placed
-    with pytest.raises(ConfigError, match=r"wants 4 GPUs \(trainer 4\), which rollouts and reference share .* are 3"):
+    with pytest.raises(ConfigError, match=r"wants 4 GPUs \(trainer 4\), which others share .* are 3"):
         on(3, *two)
     with pytest.raises(ConfigError, match="3 rollouts want 6 GPUs, and trainer.ranks=4 has 4"):
         on(8, two[0], "rollout.count=3")
