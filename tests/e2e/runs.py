@@ -55,18 +55,20 @@ def free_port() -> int:
 
 class Run:
     """``penstock run`` in the background; ``prefix`` stands before the command, such as ``ip netns exec HOST``, and
-    ``env`` has variables of its own; ``read``: what it says is, else it goes into a pipe whose reader has left."""
+    ``env`` has variables of its own; ``read``: what it says is, else it goes into a pipe whose reader has left;
+    ``fresh``: as users start it, and not as a fork (`tests/warm.py`)."""
 
     def __init__(
         self, folder: Path, overrides: list[str], config: Path = QUICKSTART, prefix: tuple[str, ...] = (),
         env: Mapping[str, str] = MappingProxyType({}), read: bool = True,
+        fresh: bool = False,
     ) -> None:  # fmt: skip
         self.folder = folder / "run"
         self.output = folder / "output"
         self.output.touch()
         arguments = ["run", str(config), f"run.folder={folder}", "run.name=run", *overrides]
         with self.output.open("wb") if read else unread() as out:
-            if prefix:
+            if prefix or fresh:
                 command = [*prefix, *penstock(*arguments)]
                 self.process = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, env={**os.environ, **env})
             else:
