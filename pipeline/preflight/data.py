@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from penstock.pipeline.config import Config, TinyModel
 from penstock.pipeline.models.characters import characters_of
@@ -24,6 +24,8 @@ SHORT = 3
 """Characters of an answer: shuffled, a shorter one is often the same."""
 FEW = 0.9
 """Less than this share of the steps is far from all."""
+OF_SOURCE = "source/"
+"""What an evaluation tells of a source is called so, and by its name."""
 
 
 def look(config: Config, report: Report) -> None:
@@ -38,10 +40,12 @@ def look(config: Config, report: Report) -> None:
     if config.prompts.eval_size:
         for name, source in config.prompts.eval.items():
             # Sources that only rows name are known once all that are asked were read.
-            every = config.columns.by_source and says_sources(source)
+            asked = config.columns.by_source or config.prompts.best_part.startswith(OF_SOURCE)
+            every = asked and says_sources(source)
             most = max(ROWS, config.prompts.eval_size) if every else ROWS
             if held_out := _look_at(config, source, f"prompts.eval.{name}", True, report, name, most):
                 report.evaluated[name] = {prompt.source or name for prompt in held_out}
+                report.notes += _unseen(config, name, report.evaluated[name])
                 report.held_out[name] = held_out[:ROWS]
         for name, source in config.prompts.eval_given.items():
             key = f"prompts.eval_given.{name}"
@@ -101,6 +105,18 @@ def _compare_steps(config: Config, report: Report) -> None:
             f"trainer.steps={steps}: prompts.epochs={epochs} of prompts.train makes {given:,} steps of "
             f"{config.gate.groups_per_step} groups, and the learning rate falls over trainer.steps "
             f"(trainer.optimizer.schedule={optimizer.schedule}); set it to {given}, or to null"
+        )
+
+
+def _unseen(config: Config, name: str, sources: set[str]) -> Iterator[str]:
+    """Where the best version is that of a source that no row of the evaluation set ``name`` has shown, of those that
+    were read."""
+    told = config.prompts.best_part
+    asked = told.removeprefix(OF_SOURCE).split("/pass@")[0].split("/maj@")[0]
+    if config.prompts.best_set == name and told.startswith(OF_SOURCE) and asked not in sources - {name}:
+        yield (
+            f"prompts.best_by={config.prompts.best_by}: no row of prompts.eval.{name} that was read is of a source "
+            f"{asked}, but of {', '.join(sorted(sources))}; without one no version is the best, or kept as that"
         )
 
 

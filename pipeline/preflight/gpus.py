@@ -34,7 +34,6 @@ KERNELS = [("causal_conv1d", "causal-conv1d"), ("fla", "flash-linear-attention")
 
 def look(config: Config, report: Report) -> None:
     """Adds to ``report`` what is lacking here, and which of a colocated run's GPUs have nothing to do at times."""
-    report.notes += _idle(config)
     try:
         gpus = visible_gpus()
         reason, chosen = cpu_only_reason(), chosen_gpus()
@@ -65,6 +64,8 @@ def look(config: Config, report: Report) -> None:
     if gpus and (lacks := lacks_compiler()):
         said = f"kernels for GPUs are compiled where they run, and here {lacks}"
         report.notes += [f"{key}: {said}" for key in _compiling(config, devices)]
+    if gpus or "trainer" in config.run.elsewhere:
+        report.notes += _idle(config)
     if gpus:
         try:
             placed = place(config, gpus)
@@ -86,7 +87,7 @@ def _idle(config: Config) -> Iterator[str]:
             "(run.placement=colocated), and the others generate nothing while it waits for answers; set "
             f"rollout.count={most}"
         )
-    if config.with_reference and config.reference.device != "cpu" and config.reference.count == 1 < ranks:
+    if config.with_reference and config.reference.device != "cpu" and config.reference.count == 1 and each < ranks:
         yield (
             f"reference.count=1: one GPU of the trainer's {ranks} has the reference (run.placement=colocated), and "
             "its engine stands still while that reads every answer; a reference for each, reference.count="

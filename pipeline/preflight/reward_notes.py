@@ -6,12 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from penstock.pipeline.config import Config
 from penstock.protocols.columns import REWARD
-from penstock.protocols.experience import Prompt
 from penstock.services.broker.config import RangeFilter
-from penstock.services.data.config import HubData, MixData
 from penstock.services.reward.config import FunctionConfig
 from penstock.services.reward.functions.overlong import overlong
-from penstock.services.reward.other_forms import EXTRA
 
 TRUTH = "the truth"
 """What an answer that is the row's truth is called."""
@@ -31,26 +28,10 @@ def never_reached(function: FunctionConfig, key: str, config: Config) -> str:
         worst = overlong(most, **function.options)
     except (TypeError, ValueError):  # the trial says so
         return ""
+    smaller = ", and a smaller buffer" if function.options.get("buffer", 0) > most else ""
     return (
         f"{key}.options.longest={longest}: an answer has rollout.sampling.max_new_tokens={most} at most, so that the "
-        f"punishment ends at {worst + 0.0:g}, and not at -1; set longest={most}"
-    )
-
-
-def without_row(function: FunctionConfig, key: str, config: Config, row: Prompt) -> str:
-    """Of one that asks for `EXTRA`, where ``row`` has lost it by `truth_key`; else empty."""
-    train = config.prompts.train
-    where, data = "prompts.train", train
-    if isinstance(train, MixData) and row.source in train.sources:
-        where, data = f"{where}.sources.{row.source}", train.sources[row.source]
-    kept = isinstance(row.truth, dict) and EXTRA in row.truth
-    if kept or not isinstance(data, HubData) or not data.truth_key:
-        return ""
-    own = ".".join(filter(None, (data.truth_key, function.truth_key)))
-    return (
-        f"{key}: {function.function} asks for {EXTRA}, a column of the row, and {where}.truth_key={data.truth_key} "
-        f"keeps nothing else of the row, so that it is given an empty map; where it reads that, set "
-        f"{where}.truth_key=null and {key}.truth_key={own}"
+        f"punishment ends at {worst + 0.0:g}, and not at -1; set longest={most}{smaller}"
     )
 
 
@@ -72,8 +53,8 @@ def left_out(config: Config, given: list[tuple[FunctionConfig, Given]]) -> Itera
 def _bound(name: str, bound: float, more: str, half: str, column: str, value: float) -> str:
     return (
         f"replay.filter.{name}={bound:g}: {column} was {value:g} when it was tried, and groups with a mean of {name} "
-        f"or {more} are left out, those that are half {half} among them; set replay.filter.{name}={value:g}, or filter "
-        "by a column that is 0 or 1 (docs/scoring.md)"
+        f"or {more} are left out, those that are half {half} among them, if that is what the worst answer has; then "
+        f"set replay.filter.{name}={value:g}, or filter by a column that is 0 or 1 (docs/scoring.md)"
     )
 
 

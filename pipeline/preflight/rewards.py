@@ -12,14 +12,14 @@ import numpy as np
 from penstock.pipeline.config import Config
 from penstock.pipeline.preflight.judges import nobody_at
 from penstock.pipeline.preflight.report import Report
-from penstock.pipeline.preflight.reward_notes import TRUTH, left_out, never_reached, without_row
+from penstock.pipeline.preflight.reward_notes import TRUTH, left_out, never_reached
 from penstock.protocols.columns import ColumnTable
 from penstock.protocols.experience import Prompt
 from penstock.services.data.picture_files import blank_picture
 from penstock.services.reward.config import ENVIRONMENT, FunctionConfig
 from penstock.services.reward.function import of_prompt
 from penstock.services.reward.groups import apart, together
-from penstock.services.reward.other_forms import EXTRA, more_of_prompt
+from penstock.services.reward.other_forms import more_of_prompt
 from penstock.services.reward.truth import as_text
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.registry import actors
@@ -91,8 +91,6 @@ def _try(trial: Trial, config: Config, rows: list[Prompt]) -> None:
     key, function = trial.key, trial.function
     pool = WorkerPool(function.program(key), workers=1, limit=8)  # importing it may take as long as in the run
     try:
-        if EXTRA in pool.asks and rows and (note := without_row(function, key, config, rows[0])):
-            trial.notes.append(note)
         for row, whole in _with_its_truth(key, function, rows if function.trial else []):
             answers, calls = _called(pool, function, config.columns, row, whole)
             trial.line = trial.line or _given(key, function, row, answers, calls)

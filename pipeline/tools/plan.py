@@ -165,8 +165,9 @@ def _nodes_words(needs: HostNeeds, config: Config) -> str:
 
 def _nodes_gib(needs: HostNeeds, config: Config) -> tuple[float, float]:
     """Of the trainer's first node, and of each other; 0: there is none."""
-    specs, ranks = registry.actors(config), min(MACHINE, config.trainer.ranks)
-    guests = on_trainer_nodes(config, -(-config.trainer.ranks // ranks))
+    trainer, specs = config.trainer, registry.actors(config)
+    ranks = trainer.ranks // trainer.nodes if trainer.nodes > 1 else min(MACHINE, trainer.ranks)
+    guests = on_trainer_nodes(config, -(-trainer.ranks // ranks))
     processes = ranks + sum(count * processes_of(specs[kind], config) for kind, count in guests.items())
     first, other = needs.trainer_nodes(config, guests, ranks)
     return first + PROCESS_GIB * processes, other + PROCESS_GIB * processes * (other > 0)

@@ -127,7 +127,8 @@ class Tools:
         if _is_verls(result):  # the policy would read its reward
             raise TypeError(
                 f"{name} returned a tuple with a reward and metrics, as verl's execute does, and a call has no reward "
-                "here: return what the policy is to read, and give the reward in get_reward() of the class"
+                "here: return what the policy is to read (a list, if it is to read all of it), and give the reward in "
+                "get_reward() of a class"
             )
         return text
 

@@ -123,12 +123,6 @@ class Worker:
         return self._hello["asynchronous"]
 
     @property
-    def asks(self) -> list[str]:
-        """What of a call its program, which is loaded, is given."""
-        assert self._hello is not None
-        return self._hello["asks"]
-
-    @property
     def ended(self) -> bool:
         """It was killed."""
         return self._calls.closed
@@ -138,7 +132,7 @@ class Worker:
         ``deadline`` (on the monotonic clock)."""
         assert self._hello is not None
         said = [
-            {"id": number, "arguments": {name: call.offered[name] for name in self.asks}}
+            {"id": number, "arguments": {name: call.offered[name] for name in self._hello["asks"]}}
             for number, call in calls.items()
         ]
         left = memoryview(make_frame(said))

@@ -545,10 +545,11 @@ def test_guests_memory_comes_on_top_of_the_trainers() -> None:
     ("given", "mapped"),
     [
         (["trainer={ranks: 16, nodes: 2}", "rollout.count=8"], False), (["rollout.count=4"], True),
+        (["trainer={ranks: 16, nodes: 4}", "rollout.count=8"], False),
         (["rollout.count=4", "trainer.algorithm.kl.coefficient=0.01"], True),
         (["rollout.count=4", "weights.transport=gloo"], False),
     ],
-    ids=["two nodes", "one", "a reference", "by sockets"],
+    ids=["two nodes", "one", "nodes of four GPUs", "a reference", "by sockets"],
 )  # fmt: skip
 def test_a_cluster_is_asked_for_what_the_plan_counts_and_a_quarter_more(given: list[str], mapped: bool) -> None:
     """Rollouts beside the trainer map the versions that it serves, and have none of their own."""
@@ -562,7 +563,10 @@ def test_a_cluster_is_asked_for_what_the_plan_counts_and_a_quarter_more(given: l
     own = needs.asleep(config) + (not mapped) * needs.received
     gib = (needs.staging + needs.resting + config.rollout.count * own) / nodes + references * needs.reference
     engine = registry.actors(config)["rollout"].gpus(config)
-    gib += PROCESS_GIB * (8 + 4 * (1 + engine) + references) + (nodes == 1) * needs.shared
+    each = config.rollout.count // nodes
+    gib += (
+        PROCESS_GIB * (config.trainer.ranks // nodes + each * (1 + engine) + references) + (nodes == 1) * needs.shared
+    )
     assert counted == pytest.approx(gib, abs=1)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.pipeline.config import Config, ConfigError, load
-from penstock.pipeline.preflight import sources
+from penstock.pipeline.preflight import data, sources
 from penstock.pipeline.preflight.report import Report
 from penstock.protocols.experience import Prompt
 
@@ -131,3 +131,12 @@ def test_a_custom_evaluation_set_says_which_sources_it_has(
     sources.look(config(HELD_OUT, *overrides), report)
     for said, expected in ((report.problems, problems), (report.notes, notes)):
         assert len(said) == len(expected) and all(words in found for words, found in zip(expected, said, strict=True))
+
+
+@pytest.mark.parametrize(("best", "noted"), [("words", False), ("words/pass@2", False), ("wrods", True)])
+def test_a_source_by_which_no_version_can_be_the_best_is_told_of(best: str, noted: bool) -> None:
+    several = "prompts.eval_sampling={held_out: {n: 2, temperature: 1.0}}"
+    held_out = "prompts.eval={held_out: {type: mix, sources: {sums: {type: sort}, words: {type: sort}}}}"
+    report = Report()
+    data.look(config(held_out, several, f"prompts.best_by=held_out/source/{best}"), report)
+    assert noted == any(f"is of a source {best}, but of sums, words" in note for note in report.notes)

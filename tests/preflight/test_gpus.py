@@ -187,10 +187,14 @@ def test_what_shares_a_gpu_must_fit_it(
             ("set rollout.count=4",),
         ),
         (("rollout.count=8", "trainer.algorithm.kl.coefficient=0"), ()),
+        (("rollout.count=1", "rollout.engine.vllm.tensor_parallel_size=8"), ()),
         (("rollout.count=1", "run.placement=as_given"), ()),
     ],
 )
-def test_gpus_that_a_colocated_run_leaves_idle_are_told_of(given: tuple[str, ...], said: tuple[str, ...]) -> None:
+def test_gpus_that_a_colocated_run_leaves_idle_are_told_of(
+    nvml: FakeNvml, given: tuple[str, ...], said: tuple[str, ...]
+) -> None:
+    nvml.gpus = (80.0,) * 8
     report = Report()
     gpus.look(load(Path("configs/grpo-8b.yaml"), ["run.placement=colocated", "trainer.ranks=8", *given]), report)
     notes = [note for note in report.notes if "of the trainer's" in note]

@@ -83,13 +83,6 @@ def test_a_filter_that_leaves_out_what_is_half_right_is_told_of(weight: int, rul
     assert not [*left_out(config, [(function, {("", rewards.ANSWER): [-1.0, 0.0]})])], "nobody knows what is right"
 
 
-def test_what_a_row_says_beside_its_truth_is_told_of_where_it_is_lost() -> None:
-    (note,) = noted(OF_VERL, ROW.model_copy(update={"truth": "2"}))
-    assert "set prompts.train.truth_key=null and reward.functions.0.truth_key=answer" in note
-    (note,) = noted(OF_VERL | {"truth_key": "answer"}, ROW, **RANGE)
-    assert "replay.filter.low=0: reward was -1" in note
-
-
 def test_a_punishment_that_no_answer_is_long_enough_for_is_told_of() -> None:
     function = {"function": "overlong", "options": {"longest": 64, "buffer": 16}}
     sampling = {"rollout": {"sampling": {"max_new_tokens": 56}, "engine": {"type": "torch", "max_length": 128}}}
