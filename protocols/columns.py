@@ -26,6 +26,8 @@ REWARD = "reward"
 """The column that advantages are made of: float32, a value for each trajectory, NaN where there is none."""
 AGENT = "agent/"
 """What names of metrics that agents and environments tell of a trajectory begin with."""
+SOURCE = "source/"
+"""What those of the prompts of one source begin with."""
 VALUES = "values"
 """The critic's: what rewards are still to come where each token was chosen; float32, a value for each token, 0 where
 nothing was sampled."""

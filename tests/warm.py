@@ -36,7 +36,9 @@ class WarmServer(ForkServer):
 @cache
 def server() -> WarmServer:
     """Of this process."""
-    started = WarmServer(Path(tempfile.mkdtemp(prefix="penstock-warm-")) / "stderr")
+    there = tempfile.TemporaryDirectory(prefix="penstock-warm-")
+    started = WarmServer(Path(there.name) / "stderr")
+    atexit.register(there.cleanup)
     atexit.register(started.close)
     return started
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.protocols.columns import FIELDS, GIVEN, METRICS, REFERENCE, REWARD, ColumnTable, top_of
+from penstock.protocols.columns import FIELDS, GIVEN, METRICS, REFERENCE, REWARD, SOURCE, ColumnTable, top_of
 from penstock.services.broker.rules.evaluation import pass_at
 from penstock.services.runtime import registry
 from penstock.services.runtime.nearest import nearest
@@ -152,7 +152,7 @@ def _check_evaluated(prompts: Any, table: ColumnTable) -> None:
     if told:
         n = prompts.eval_sampling[name].n if name in prompts.eval_sampling else 1
         there += ["response_tokens", "finished_share", *([*pass_at(n, 0), f"maj@{n}"] if n > 1 else [])]
-        by_source = told.startswith("source/")  # which there are the data alone say
+        by_source = told.startswith(SOURCE)  # which there are the data alone say
         if (told not in there and not by_source) or name not in prompts.eval:
             of_set = (
                 f"of {name} there are {', '.join(there[1:])}" if name in prompts.eval else f"{name} has a loss alone"

@@ -12,7 +12,7 @@ from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.preflight.look import look
 from penstock.pipeline.preflight.reached import unreached
 from penstock.pipeline.preflight.steps import counted
-from penstock.pipeline.resources.placement import guests
+from penstock.pipeline.resources.placement import guests_beside_rollouts
 from penstock.pipeline.run.folder import new_folder, open_folder
 from penstock.pipeline.run.lock import is_at_work
 from penstock.pipeline.run.resume import resumed
@@ -62,8 +62,7 @@ def spread(plain: Config) -> list[str]:
         )
     spread_too = [kind for kind, spec in registry.actors(plain).items() if spec.nodes(plain) > 1]
     if plain.run.colocated:  # guests come with the trainer's machines
-        beside = [kind for kind in guests(plain) if kind != "rollout" and registry.actors(plain)[kind].count(plain)]
-        spread_too = ["trainer", *beside]
+        spread_too = ["trainer", *guests_beside_rollouts(plain)]
     return [] if plain.run.elsewhere else [f"run.elsewhere=[{','.join(['rollout', *spread_too])}]"]
 
 

@@ -10,6 +10,7 @@ from penstock.pipeline.preflight import given, told_tools, unshown
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.preflight.steps import steps_made
 from penstock.protocols import wire
+from penstock.protocols.columns import SOURCE
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, open_source
 from penstock.services.data.answers import answer_of
@@ -24,8 +25,6 @@ SHORT = 3
 """Characters of an answer: shuffled, a shorter one is often the same."""
 FEW = 0.9
 """Less than this share of the steps is far from all."""
-OF_SOURCE = "source/"
-"""What an evaluation tells of a source is called so, and by its name."""
 
 
 def look(config: Config, report: Report) -> None:
@@ -40,7 +39,7 @@ def look(config: Config, report: Report) -> None:
     if config.prompts.eval_size:
         for name, source in config.prompts.eval.items():
             # Sources that only rows name are known once all that are asked were read.
-            asked = config.columns.by_source or config.prompts.best_part.startswith(OF_SOURCE)
+            asked = config.columns.by_source or config.prompts.best_part.startswith(SOURCE)
             every = asked and says_sources(source)
             most = max(ROWS, config.prompts.eval_size) if every else ROWS
             if held_out := _look_at(config, source, f"prompts.eval.{name}", True, report, name, most):
@@ -112,8 +111,8 @@ def _unseen(config: Config, name: str, sources: set[str]) -> Iterator[str]:
     """Where the best version is that of a source that no row of the evaluation set ``name`` has shown, of those that
     were read."""
     told = config.prompts.best_part
-    asked = told.removeprefix(OF_SOURCE).split("/pass@")[0].split("/maj@")[0]
-    if config.prompts.best_set == name and told.startswith(OF_SOURCE) and asked not in sources - {name}:
+    asked = told.removeprefix(SOURCE).split("/pass@")[0].split("/maj@")[0]
+    if config.prompts.best_set == name and told.startswith(SOURCE) and asked not in sources - {name}:
         yield (
             f"prompts.best_by={config.prompts.best_by}: no row of prompts.eval.{name} that was read is of a source "
             f"{asked}, but of {', '.join(sorted(sources))}; without one no version is the best, or kept as that"

@@ -13,7 +13,7 @@ from penstock.pipeline.resources.gpus import gpus_but
 from penstock.pipeline.resources.layout import Layout, seconds_of
 from penstock.pipeline.resources.loads import half_of_the_longest, load_of
 from penstock.pipeline.resources.model_shape import shape_of
-from penstock.pipeline.resources.placement import guests, sharers
+from penstock.pipeline.resources.placement import guests_beside_rollouts, sharers
 from penstock.pipeline.resources.readers import uncounted
 from penstock.pipeline.resources.search import in_four_bits, layouts, unsearched, with_references
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
@@ -160,8 +160,7 @@ def _elsewhere(config: Config, layout: Layout, several: bool) -> list[str]:
     if not several:  # nobody is to join what is on one machine
         return [kind for kind in kinds if kind not in PLACED]
     if layout.colocated if "trainer" in kinds else layout.trainer.nodes > 1:  # guests come with it
-        beside = [kind for kind in guests(config) if kind != "rollout" and registry.actors(config)[kind].count(config)]
-        more = ["rollout", "trainer"] + beside * layout.colocated
+        more = ["rollout", "trainer"] + guests_beside_rollouts(config) * layout.colocated
         kinds += [kind for kind in more if kind not in kinds]
     shared = sharers(config) if layout.colocated else ()
     for kind in PLACED[1:]:

@@ -14,6 +14,12 @@ def guests(config: Config) -> tuple[str, ...]:
     return ("rollout", "reference", *(kind for kind, scorer in config.scorers.items() if not scorer.own_gpus))
 
 
+def guests_beside_rollouts(config: Config) -> list[str]:
+    """Those that the run has, but for rollouts."""
+    specs = registry.actors(config)
+    return [kind for kind in guests(config) if kind != "rollout" and specs[kind].count(config)]
+
+
 def sharers(config: Config) -> tuple[str, ...]:
     """Kinds of actors that are on the trainer's GPUs, if `run.placement` is colocated."""
     return (*guests(config), "critic") if shares_devices(config) else guests(config)

@@ -6,7 +6,7 @@ import numpy as np
 import regex
 import structlog
 
-from penstock.protocols.columns import AGENT, REWARD
+from penstock.protocols.columns import AGENT, REWARD, SOURCE
 from penstock.protocols.experience import ExperienceError, Group, Purpose, Trajectory, mean_by_session, sessions_of
 from penstock.protocols.measured import mean_over_sessions
 from penstock.protocols.packed_groups import unpack_group
@@ -84,7 +84,7 @@ def _of_source(source: str, reward: float, scores: dict[str, float]) -> dict[str
     """The same of one source of a set's prompts, as ``source/gsm8k`` and ``source/gsm8k/pass@4``."""
     if not source:
         return {}
-    return {f"source/{source}": reward} | {f"source/{source}/{name}": value for name, value in scores.items()}
+    return {f"{SOURCE}{source}": reward} | {f"{SOURCE}{source}/{name}": value for name, value in scores.items()}
 
 
 def _mean(values: np.ndarray) -> float:

@@ -14,7 +14,7 @@ from penstock.protocols.messages import Batch
 from penstock.services.critic.learner import CriticLearner
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch, open_batch
-from penstock.services.learning.shift import Shift
+from penstock.services.learning.shift import OF_SHIFTS, Shift
 from penstock.services.modeling.load import vocabulary_of
 from penstock.services.modeling.parallel.fsdp import local
 
@@ -77,16 +77,9 @@ class WorkerRank:
                 self._steps.learner.version = int(world.share())
             elif what == "save":
                 self._steps.saver.begin()
-            elif what == "rest":
+            elif what in OF_SHIFTS:
                 assert self._shift
-                self._shift.end(self._steps.learner)
-            elif what == "want":
-                assert self._shift
-                self._shift.want()
-            elif what == "work":
-                assert self._shift
-                self._shift.follow()
-                self._shift.begin(self._steps.learner)
+                self._shift.obey(what, self._steps.learner)
             elif what == "end":
                 self._steps.saver.close()
                 world.close()

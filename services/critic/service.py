@@ -47,8 +47,6 @@ class Critic:
         self, context: ActorContext, steps: Steps, tail: list[dict[str, Any]], config: CriticConfig, shift: Shift | None
     ) -> None:
         self._steps, self._learner, self._config, self._shift = steps, steps.learner, config, shift
-        self._resting = False
-        """Its devices are others'."""
         self._world = self._learner.world
         self.actor = Actor("critic", context)
         kept, folder = config.checkpoint, context.folder
@@ -98,16 +96,12 @@ class Critic:
             self._steps.saver.forget_above(said.step)
 
     def _rest(self) -> None:
-        if self._shift and not self._resting:
-            self._world.order("rest")
-            self._shift.end(self._learner)
-            self._resting = True
+        if self._shift and not self._shift.resting:
+            self._shift.give(self._learner)
 
     def _work(self) -> None:
-        if self._shift and self._resting:
-            self._shift.take(self._desk.hear)
-            self._shift.begin(self._learner)
-            self._resting = False
+        if self._shift and self._shift.resting:
+            self._shift.take(self._desk.hear, self._learner)
 
     @property
     def version(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.protocols.columns import AGENT, REFERENCE, REWARD
+from penstock.protocols.columns import AGENT, REFERENCE, REWARD, SOURCE
 from penstock.protocols.experience import mean_by_session
 from penstock.protocols.measured import mean_over_sessions
 from penstock.services.learning.batch import TrainingBatch
@@ -117,5 +117,5 @@ def _by_source(step: TrainingBatch) -> dict[str, float]:
         mine = np.array([source == name for source in step.sources])
         rewards = mean_by_session(step.rewards[mine], step.sessions[mine])
         if np.isfinite(rewards).any():
-            found[f"source/{name}"] = float(np.nanmean(rewards))
+            found[f"{SOURCE}{name}"] = float(np.nanmean(rewards))
     return found

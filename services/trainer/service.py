@@ -76,8 +76,6 @@ class Trainer:
         path = settings.checkpoints.parent / "canary.json"
         self._bound = CanaryBound(path, settings.dtype, own or table, own is not None)
         self._publisher.loaded = lambda loaded: self._bound.note(loaded.canary)
-        self._resting = False
-        """Its devices are others'."""
         self._held_out: HeldOut | None = None
         self._measured = -1
         """The version whose loss on held-out rows is known."""
@@ -134,7 +132,7 @@ class Trainer:
         on."""
         if self._publisher.error:
             raise self._publisher.error
-        if self._shift and self._resting:
+        if self._shift:
             self._shift.remind()
         self._saving.poll()
 
@@ -152,23 +150,18 @@ class Trainer:
         ``last``: it has saved."""
         assert self._publication
         useful = not self._desk.stopped and self._shift and (not self._publication.quiet or self._shift.wanted())
-        if self._shift and not self._resting and (last or useful):
+        if self._shift and not self._shift.resting and (last or useful):
             self._settle()
-            self._world.order("rest")
-            self._shift.end(self._learner, self._publisher.ranks)
-            self._resting = True
+            self._shift.give(self._learner, self._publisher.ranks)
 
     def _work(self) -> None:
-        if not self._shift or not self._resting:
+        if not self._shift or not self._shift.resting:
             return
         # Whoever sleeps cannot load it; while a critic works they do, and sleep on.
         while self._publisher.loading and not self._desk.stopped and not self._shift.wanted():
             self._desk.hear(LOADING_POLL_S)
             self._world.keep_awake()
-
-        self._shift.take(self._desk.hear)
-        self._shift.begin(self._learner, self._publisher.ranks)
-        self._resting = False
+        self._shift.take(self._desk.hear, self._learner, self._publisher.ranks)
 
     def _waiting_clock(self) -> float:
         """Seconds, but for those in which rollouts sleep because the trainer works."""

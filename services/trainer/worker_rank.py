@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from penstock.services.learning import checkpoint
+from penstock.services.learning.shift import OF_SHIFTS
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.trainer.held_out import HeldOut
 from penstock.services.trainer.rank_setup import TrainerSettings, make_exporter, make_rank, train
@@ -56,17 +57,10 @@ class WorkerRank:
                 self._held_out.measure(self._learner)
             elif what == "save":
                 self._saver.begin()
-            elif what == "rest":
+            elif what in OF_SHIFTS:
                 assert self._shift
                 self._until_sent()
-                self._shift.end(self._learner, self._sender)
-            elif what == "want":
-                assert self._shift
-                self._shift.want()
-            elif what == "work":
-                assert self._shift
-                self._shift.follow()
-                self._shift.begin(self._learner, self._sender)
+                self._shift.obey(what, self._learner, self._sender)
             elif what == "end":
                 self._until_sent()
                 self._saver.close()
