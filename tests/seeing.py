@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from penstock.pipeline.models.characters import ALPHABET
 from penstock.pipeline.models.tiny import make_tokenizer
+from penstock.protocols.experience import PICTURE, Prompt
+from penstock.services.learning.batch import TrainingBatch
 from penstock.services.modeling.load import load_config, load_model
 from penstock.services.modeling.version_weights import version_of
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.torch.engine import TorchEngine
 from penstock.services.turns.tokenizer import Tokenizer
-from tests import families
+from tests import families, shown
 
 QWEN, GEMMA = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"), ("<boi>", "<img>", "<eoi>")
 SHOWN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
@@ -62,6 +66,26 @@ def engine(folder: Path, max_length: int = 96) -> tuple[TorchEngine, Tokenizer]:
     model = load_model(path, "float32", torch.device("cpu"))
     made.swap(made.prepare(version_of(model)), 0)
     return made, text
+
+
+def shown_step(step: TrainingBatch, folder: str) -> TrainingBatch:
+    """``step``, whose second group is shown a picture, and the first of its third group two."""
+    text, picture = Tokenizer(folder), shown.picture(shown.COLOURS["r"], (40, 56))
+    trajectories = list(step.trajectories)
+    for number, content in {4: PICTURE, 5: PICTURE, 6: PICTURE, 7: PICTURE, 8: PICTURE * 2}.items():
+        pictures = (picture,) * content.count(PICTURE)
+        prompt = Prompt(index=0, messages=[{"role": "user", "content": f"a{content}b"}], pictures=pictures)
+        one, tokens = trajectories[number], text.encode(prompt)
+        blank = np.zeros_like(tokens)
+        trajectories[number] = replace(
+            one,
+            tokens=np.concatenate([tokens, one.tokens]),
+            loss_mask=np.concatenate([blank.astype(one.loss_mask.dtype), one.loss_mask]),
+            logprobs=np.concatenate([blank.astype(np.float32), one.logprobs]),
+            versions=np.concatenate([blank - 1, one.versions]).astype(one.versions.dtype),
+            pictures=pictures,
+        )
+    return replace(step, trajectories=trajectories)
 
 
 _GEMMA_NAMES = {"image_token": "<img>", "boi_token": "<boi>", "eoi_token": "<eoi>"}

@@ -146,7 +146,7 @@ def trainer_peak(config: Config, gpu_gib: float | None, rank: int = 0) -> float:
     lora = trainer.lora
     adapter = Adapter.of(lora) if lora else None
     memory = Memory()
-    start._prepare(model, adapter, str(folder), config.model.dtype, trainer.freeze)
+    start._prepare(model, adapter, str(folder), config.model.dtype, trainer.freeze, trainer.train_towers)
     head.compute_head_in(model, config.model.head_dtype)
     shard(model, world, config.model.dtype)  # without memory yet, and over meshes that are real
     with memory.counting():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from penstock.services.data.config import DataConfig, MixData, ReasoningGymData
 from penstock.services.rollout.config import PluginEngineConfig, VllmEngineConfig
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.hub_names import may_be_on_hub
+from penstock.services.trainer.config import TrainerConfig
 
 PICTURED = 8
 """So many prompts with pictures are made tokens of: each takes a while."""
@@ -36,7 +37,7 @@ def look(config: Config, report: Report) -> None:
             _find(policy, "model.path")
             _check_whole(policy, "model.path")
             _encode(config, report)
-            _check_frozen(policy, config.trainer.freeze, config.trainer.pipeline_parallel)
+            _check_frozen(policy, config.trainer)
             _check_own_code(policy, config.trainer.gradient_checkpointing)
             _check_routing(policy, config.rollout.sampling.routing_replay)
             _check_balance(policy, config.trainer.algorithm.router_balance)
@@ -115,15 +116,19 @@ def _check_mixes(policy: str, path: str) -> None:
         )
 
 
-def _check_frozen(path: str, patterns: Sequence[str], stages: int) -> None:
-    """Raises `SetupError` where one of them fits nothing, or together they leave nothing in one of the ``stages``."""
+def _check_frozen(path: str, trainer: TrainerConfig) -> None:
+    """Raises `SetupError` where a pattern of what is frozen fits nothing, or they leave nothing in one of the
+    stages."""
     from penstock.services.modeling.freezing import freeze
     from penstock.services.modeling.load import empty_model
     from penstock.services.modeling.towers import freeze_towers
 
-    if patterns:
-        freeze_towers(model := empty_model(path))
-        freeze(model, patterns)
+    stages = trainer.pipeline_parallel
+    if trainer.freeze:
+        model = empty_model(path)
+        if not trainer.train_towers:
+            freeze_towers(model)
+        freeze(model, trainer.freeze)
         for first, end in _idle_stages(model, stages) if stages > 1 else ():
             raise SetupError(
                 f"trainer.freeze leaves nothing in layers {first} to {end - 1}, which are a stage of "

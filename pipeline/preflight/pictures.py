@@ -28,6 +28,11 @@ BLIND = ("reward_model",)
 def look(config: Config, report: Report) -> None:
     """Adds to ``report`` what is found."""
     if not config.show_pictures:
+        if config.trainer.train_towers:
+            report.problems.append(
+                "trainer.train_towers: nothing shows pictures, so towers would learn nothing; say where prompts have "
+                "theirs (images_key, or pictures: true of who shows some), or set it to false"
+            )
         if any(prompt.pictures for prompt in [*report.rows.values(), report.row] if prompt):
             report.problems.append(
                 "prompts: some show pictures, and none of the sources says so: set pictures: true of the one that is "

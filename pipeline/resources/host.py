@@ -161,13 +161,13 @@ def host_needs(config: Config) -> HostNeeds | None:
         return None
     version, lora = _version(shape), config.trainer.lora
     frozen, codes = (size / GIB for size in frozen_bytes(shape, config.trainer))
-    trained = shape.adapter(lora.rank, lora.targets, lora.exclude) if lora else shape.parameters - shape.frozen
+    trained = shape.adapter(lora.rank, lora.targets, lora.exclude) if lora else shape.learned
     state = state_bytes(config.trainer.optimizer, trained, 0 if lora else shape.ends - shape.frozen_ends)
     state = (state + teacher_bytes(config.trainer, trained) + 4 * shape.frozen) / GIB
     published = version_bytes(shape, config.trainer) / GIB
     shared = SEGMENTS * published if config.weights.transport in ("auto", "shm") else 0.0
     copies = config.trainer.replicas  # each has all of it, and so has the host of each
-    towers = (shape.learned_bytes if lora else 4) * shape.towers / GIB
+    towers = (shape.learned_bytes if lora else 4) * (shape.towers - shape.learned_towers) / GIB  # that stand still
     offloaded = 0.0
     if config.trainer.offload:  # weights, and gradients, which are registered with CUDA
         more = registered_share(shape, config.trainer.shards) - 1

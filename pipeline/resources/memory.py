@@ -54,6 +54,8 @@ def plan(config: Config) -> Plan:
         return found
     weights = shape.served * shape.served_bytes / GIB
     seeing = f", {shape.towers / 1e9:.2f} B of them in towers" if shape.towers else ""
+    if shape.learned_towers:
+        seeing += f" ({shape.learned_towers / 1e9:.2f} B learn; what these keep of pictures is not counted)"
     found.lines.append(
         f"model: {shape.name}, {shape.served / 1e9:.2f} B parameters{seeing}, {weights:.1f} GiB in {shape.dtype}"
     )
@@ -369,4 +371,4 @@ def embedded_gib(config: Config, shape: Shape) -> float:
     engine = config.rollout.engine
     assert isinstance(engine, TorchEngineConfig)
     kv = engine.max_sequences * (engine.max_length * shape.kv_bytes + shape.state_bytes)
-    return (2 * shape.served * shape.served_bytes + shape.sight_bytes + kv) / GIB + OVERHEAD_GIB
+    return (2 * shape.served * shape.served_bytes + kv) / GIB + OVERHEAD_GIB

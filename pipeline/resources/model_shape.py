@@ -30,20 +30,26 @@ def shape_of(config: Config, model: str | None = None) -> Shape | None:
     if own and config.trainer.freeze:
         still, ends = _still(config_file(config, model).parent, config.trainer.freeze)
         shape = replace(shape, still=still, still_ends=ends)
+    if own and towers and config.trainer.train_towers:
+        shape = replace(shape, learned_towers=_towers(config_file(config, model).parent, config.trainer.freeze))
     return replace(shape, dtype=config.model.dtype, towers=towers, sees=config.show_pictures, longest=longest)
 
 
 @lru_cache(maxsize=8)
-def _towers(folder: Path) -> int:
-    """Parameters of the towers of the model whose config.json lies in ``folder``; 0 where they cannot be told."""
-    from penstock.services.modeling.load import ModelError, empty_model
+def _towers(folder: Path, frozen: tuple[str, ...] = ()) -> int:
+    """Parameters of the towers of the model whose config.json lies in ``folder``, but those that are ``frozen``; 0
+    where they cannot be told."""
+    from penstock.services.modeling.freezing import freeze
+    from penstock.services.modeling.load import empty_model
     from penstock.services.modeling.towers import towers
+    from penstock.services.runtime.errors import SetupError
 
     try:
-        model = empty_model(str(folder))
-    except ModelError:  # a look at the model says more of it
+        freeze(model := empty_model(str(folder)), frozen)
+    except SetupError:  # a look at the model says more of it
         return 0
-    return sum(parameter.numel() for tower in towers(model).values() for parameter in tower.parameters())
+    every = (parameter for tower in towers(model).values() for parameter in tower.parameters())
+    return sum(parameter.numel() for parameter in every if parameter.requires_grad)
 
 
 @lru_cache(maxsize=8)

@@ -34,7 +34,7 @@ def reference_gib(config: Config) -> float | None:
     if shape is None:
         return None
     coded = shape.layers * sum(matrix.numbers for matrix in coded_matrices(shape, config.reference_quantized))
-    weights = (shape.served - coded) * shape.served_bytes + FOUR_BIT_BYTES * coded + shape.sight_bytes
+    weights = (shape.served - coded) * shape.served_bytes + FOUR_BIT_BYTES * coded
     return _reading_gib(shape, weights, max(config.reference.tokens_per_batch, shape.longest))
 
 
@@ -49,7 +49,7 @@ def scorer_gib(config: Config, kind: str) -> float | None:
     dtype = scorer.options.get("dtype")
     shape = replace(shape, dtype=dtype if dtype in DTYPE_BYTES else "bfloat16")
     tokens, longest = scorer.options.get("tokens_per_batch", BATCH), shape.longest
-    weights = shape.served * shape.served_bytes + shape.sight_bytes
+    weights: float = shape.served * shape.served_bytes
     if scorer.scorer == "reward_model":  # it has no head, sees nothing, and reads the end of what is longer
         weights = (shape.served - shape.head * (not shape.tied)) * shape.served_bytes
         longest = min(longest, scorer.options.get("max_length", LONGEST))

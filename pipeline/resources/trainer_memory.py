@@ -71,7 +71,8 @@ def _parts(
     whole = plain + mixtures * dealt * shape.expert
     own = math.ceil(dealt / (shards / trainer.expert_parallel))  # an expert is not cut
     cut = plain / shards + mixtures * own * shape.expert
-    trained = shape.adapter(lora.rank, lora.targets, lora.exclude) / shards if lora else cut - shape.frozen / shards
+    still = shape.frozen - shape.learned_towers
+    trained = shape.adapter(lora.rank, lora.targets, lora.exclude) / shards if lora else cut - still / shards
     coded = coded_matrices(shape, lora)
     in_codes = sum(matrix.numbers for matrix in coded)  # of a layer
     codes = FOUR_BIT_BYTES * shape.layers * in_codes
@@ -94,7 +95,7 @@ def _parts(
     acts, logits = inner if moved else kept + inner, _logits_bytes(shape, trainer)
     # Whole gradients are cut, unit by unit, in the last micro-batch alone.
     keeps = keeps_whole_gradients(trainer, shape, gpu_gib)
-    summed = shape.adapter(lora.rank, lora.targets, lora.exclude) if lora else whole - shape.frozen
+    summed = shape.adapter(lora.rank, lora.targets, lora.exclude) if lora else whole - still
     held = {
         "weights": wide * (cut - shape.layers * in_codes / shards) + 4 * trained if lora else 4 * cut,
         "towers": (wide if lora else 4) * shape.towers / shards,
@@ -227,7 +228,8 @@ def keeps_whole_gradients(trainer: TrainerConfig, shape: Shape, gpu_gib: float |
     if gpu_gib is None:
         return False
     lora, cut = trainer.lora, trainer.replicas / trainer.ranks
-    learned, held = float(shape.parameters - shape.frozen * bool(trainer.freeze)), 4 * shape.parameters * cut
+    learned = float(shape.parameters - shape.frozen * bool(trainer.freeze) + shape.learned_towers)
+    held = 4 * shape.parameters * cut
     if lora:
         learned, (frozen, codes) = shape.adapter(lora.rank, lora.targets, lora.exclude), frozen_bytes(shape, trainer)
         held = 4 * learned * cut + (frozen + codes) / trainer.ranks

@@ -20,8 +20,8 @@ FIXED = (
     "model", "prompts.train", "prompts.shuffle", "prompts.curriculum", "prompts.eval", "prompts.eval_given",
     "prompts.eval_size",
     "prompts.eval_sampling", "run.seed", "run.deterministic", "rollout.sampling.n", "rollout.sampling.temperature",
-    "trainer.lora", "trainer.freeze", "trainer.optimizer.type", "critic.optimizer.type", "critic.path", "critic.lora",
-    "reference.mix",
+    "trainer.lora", "trainer.freeze", "trainer.train_towers", "trainer.optimizer.type", "critic.optimizer.type",
+    "critic.path", "critic.lora", "reference.mix",
 )  # fmt: skip
 """What a resumed run must have as it began."""
 FOLDERS = ("model.path", "trainer.lora.start", "critic.path", "critic.lora.start")

@@ -125,9 +125,11 @@ class Shape:
     dtype: Dtype = "bfloat16"
     """`model.dtype`: of versions, and of engines and references."""
     towers: int = 0
-    """Parameters beside the decoder, which stand still: of what sees or hears."""
+    """Parameters beside the decoder: of what sees or hears."""
+    learned_towers: int = 0
+    """Of these, those that learn (`trainer.train_towers`)."""
     sees: bool = False
-    """Prompts show pictures: whoever computes has the towers once more."""
+    """Prompts show pictures: a rank of the trainer has towers that stand still once more."""
     longest: int = 0
     """Tokens of the longest row that the run may make, which is never cut; 0: nobody knows."""
     still: tuple[int, ...] = ()
@@ -273,9 +275,14 @@ class Shape:
         return self.parameters + self.towers
 
     @property
+    def learned(self) -> int:
+        """Parameters that learn, where no adapter does."""
+        return self.parameters - self.frozen + self.learned_towers
+
+    @property
     def sight_bytes(self) -> int:
-        """Of the towers that a process of ours has to see with; vLLM has its version's."""
-        return self.towers * self.served_bytes * self.sees
+        """Of the copy of the towers that a rank of the trainer sees with; others have the model's own."""
+        return self.towers * self.served_bytes * (self.sees and not self.learned_towers)
 
     @property
     def met(self) -> float:

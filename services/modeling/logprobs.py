@@ -28,7 +28,7 @@ from penstock.services.modeling.packing import Layout, Rows, Shown
 from penstock.services.modeling.parallel.sequence import SequenceParallel
 from penstock.services.modeling.parallel.stages import Stage
 from penstock.services.modeling.pinned import to_device
-from penstock.services.modeling.sight import Sight
+from penstock.services.modeling.sight import Sight, sight_of
 from penstock.services.modeling.taught import Taught
 from penstock.services.modeling.token_statistics import Statistic, token_statistics
 from penstock.services.runtime.errors import SetupError
@@ -130,14 +130,16 @@ def model_inputs(model: Any, rows: Rows) -> dict[str, Any]:
         inputs["attention_mask"] = rows.attention
     if rows.routing is not None:
         inputs["routing"] = to_device(torch.from_numpy(rows.routing), rows.tokens.device)
+    sight = sight_of(model)
     if rows.shown:
-        inputs |= _told(model, rows.shown)
+        inputs |= _told(model, sight, rows.shown)
+    elif sight and sight.learns:
+        inputs |= sight.nothing(rows.tokens)
     return inputs
 
 
-def _told(model: Any, shown: Shown) -> dict[str, Any]:
+def _told(model: Any, sight: Sight | None, shown: Shown) -> dict[str, Any]:
     """What it is told of pictures."""
-    sight: Sight | None = getattr(model, "penstock_sight", None)
     if sight is None:
         raise SetupError(
             f"prompts show pictures, which {model.config.model_type} does not see; take a model that does "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import io
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.util import find_spec
 from typing import Any
 
@@ -117,10 +118,14 @@ class PictureReader:
                 )
         return ids
 
-    def numbers(self, picture: bytes) -> dict[str, torch.Tensor]:
-        """What the family's ``get_image_features`` is given for one picture. Raises `PictureError`."""
-        found = self._call(self.mark, list(open_pictures([picture])))
+    def numbers(self, *pictures: bytes) -> dict[str, torch.Tensor]:
+        """What the family's ``get_image_features`` is given for ``pictures``. Raises `PictureError`."""
+        found = self._call(self.mark * len(pictures), list(open_pictures(pictures)))
         return {name: torch.as_tensor(np.asarray(of)) for name, of in found.items() if name not in _OF_TEXT}
+
+    def vectors(self, picture: bytes) -> int:
+        """How many its towers make of one picture, each for a token of its `expansion`. Raises `PictureError`."""
+        return self.expansion(picture).count(self._token)
 
     def expansion(self, picture: bytes) -> list[int]:
         """The tokens that stand for a picture in the place of the token of `mark`, which follow from its size alone.
@@ -171,6 +176,13 @@ class PictureReader:
 
 
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "num_crops")
+
+
+@cache
+def blank_picture() -> bytes:
+    """A small one of one colour, as a file."""
+    _blank(TRIED[0]).save(file := io.BytesIO(), "PNG")
+    return file.getvalue()
 
 
 def _blank(size: tuple[int, int]) -> Any:

@@ -1,6 +1,7 @@
-"""Models of words and pictures, trained on words: the decoder reads, and the towers that see stand still beside it.
+"""Models of words and pictures: the decoder reads, and the towers that see stand beside it.
 
-A tower's weights are in every version and checkpoint, as they came, so that whoever loads one finds the whole model.
+A tower's weights are in every version and checkpoint, so that whoever loads one finds the whole model; as they came,
+unless they are trained.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def decoder_of(model: Any) -> Any:
@@ -27,7 +29,14 @@ def towers(model: Any) -> dict[str, nn.Module]:
     return {f"{prefix}{name}": child for name, child in beside.items() if any(True for _ in child.parameters())}
 
 
+def tower_blocks(tower: nn.Module) -> list[nn.Module]:
+    """Where ``tower`` learns, the layers that it has one after the other."""
+    if not any(parameter.requires_grad for parameter in tower.parameters()):
+        return []
+    return [module for module in tower.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 def freeze_towers(model: Any) -> None:
-    """No text reaches them, so they learn nothing: no optimizer need know them."""
+    """They learn nothing: no optimizer need know them."""
     for tower in towers(model).values():
         tower.requires_grad_(False)

@@ -88,10 +88,11 @@ class Rollout:
         turn: GuestsTurn | None = None,
         head_dtype: str | None = None,
         pictures: bool = False,
+        towers_learn: bool = False,
     ) -> None:
         """``adapter_rank``: of versions that are adapters, which are added to the model at ``model_path``; 0: they are
         whole. ``turn``, which has come: at the device, which is the trainer's too. ``head_dtype``: of the logits; None:
-        ``dtype``. ``pictures``: prompts may show some."""
+        ``dtype``. ``pictures``: prompts may show some; ``towers_learn``: versions see them otherwise."""
         torch.set_num_threads(context.threads)
         if deterministic and not config.without_engine:
             determinism.pin(context.folder, "rollout", context.threads)
@@ -103,7 +104,7 @@ class Rollout:
         if adapter_rank and not config.without_engine:
             base.check([])  # now, before anybody waits for a version
         self.engine = make_engine(
-            config, model_path, dtype, self._text, turn is not None, adapter_rank, head_dtype, pictures
+            config, model_path, dtype, self._text, turn is not None, adapter_rank, head_dtype, pictures, towers_learn
         )
         self._guest = _as_guest(turn, self.engine) if turn else None
         self._receiver = None if config.without_engine else self._make_receiver(weights, context, base)
@@ -337,6 +338,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Rollout:
         turn,
         config.model.head_dtype,
         config.show_pictures,
+        config.trainer.train_towers,
     )
 
 
@@ -363,12 +365,12 @@ def _as_guest(turn: GuestsTurn, engine: Engine) -> Guest:
 
 def make_engine(
     config: RolloutConfig, model_path: str, dtype: str, text: Tokenizer, sleeps: bool = False, adapter_rank: int = 0,
-    head_dtype: str | None = None, pictures: bool = False,
+    head_dtype: str | None = None, pictures: bool = False, towers_learn: bool = False,
 ) -> Engine:  # fmt: skip
     """The engine that ``config.engine`` names. Its weights come by the weight channel. It must know from the start that
     it ``sleeps`` while others have its device, the rank of adapters that are to lie beside the model (0: none), the
     ``head_dtype`` of its logits (None: ``dtype``), which one of another make is told by its options, and whether
-    prompts may show ``pictures``."""
+    prompts may show ``pictures``, which each version sees otherwise where ``towers_learn``."""
     engine = config.engine
     if isinstance(engine, NoEngineConfig):
         from penstock.services.rollout.engines.nothing import NoEngine
@@ -388,7 +390,7 @@ def make_engine(
         beside = adapter_rank if engine.adapter == "beside" else 0
         return VllmEngine(
             engine, model_config, model_path, dtype, stop_ids, sampling, config.threads, sleeps, beside, head_dtype,
-            text.pictures if pictures else None,
+            text.pictures if pictures else None, towers_learn,
         )  # fmt: skip
     found = next(iter(entry_points(group="penstock.engines", name=engine.name)), None)
     if found is None and ":" not in engine.name:

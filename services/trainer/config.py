@@ -48,7 +48,11 @@ class TrainerConfig(LearnerConfig):
     freeze: tuple[str, ...] = ()
     """Parameters that do not learn, by patterns of their names, e.g. ``["*.mlp.gate.*"]``, the routers of a mixture of
     experts, or ``["model.embed_tokens.*", "model.layers.[0-3].*"]``: they have no gradient and no optimizer's state.
-    What sees pictures never learns."""
+    What sees pictures stands still by itself, unless `train_towers`."""
+    train_towers: bool = False
+    """What sees pictures learns too, e.g. ``true``: the towers of a model of words and pictures, all or as `freeze`
+    leaves them (``["model.visual.blocks.*"]``: what fits their findings to the decoder learns alone). Each rank looks
+    at a micro-batch's pictures in each pass, and rollouts at theirs with each version. See docs/models.md."""
     steps: int | None = Field(100, ge=0)
     """Training steps; each yields a version. 0: the model is evaluated, and nothing is trained. null: as many as
     `prompts.epochs` makes of `prompts.train`, counted when the run begins; the run's own config.yaml has the number."""
@@ -102,4 +106,6 @@ class TrainerConfig(LearnerConfig):
     def _adapters_learn_alone(self) -> TrainerConfig:
         if self.lora and self.freeze:
             raise ValueError("freeze: of a model with an adapter (lora) that alone learns; leave one of the two out")
+        if self.lora and self.train_towers:
+            raise ValueError("train_towers: an adapter (lora) is of the decoder, and learns alone; set it to false")
         return self

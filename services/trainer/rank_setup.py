@@ -25,7 +25,7 @@ from penstock.services.modeling.lora import Adapter, is_adapters, plain_name
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import Shape, World, local_device
 from penstock.services.modeling.routing import Replay, mixture_of
-from penstock.services.modeling.sight import give_sight
+from penstock.services.modeling.sight import give_learners_sight
 from penstock.services.modeling.version_weights import version_of
 from penstock.services.modeling.whole_weights import AdapterBase
 from penstock.services.runtime.actor import ActorContext
@@ -142,11 +142,13 @@ def load_policy(path: str, start: str, world: World, dtype: str, config: Trainer
     adapter, has that alone."""
     lora, offload = config.lora, config.offload
     if lora is None:
-        model = load_trainable(path, world, world.device, dtype, offload=offload, frozen=config.freeze)
+        model = load_trainable(
+            path, world, world.device, dtype, offload=offload, frozen=config.freeze, sight_learns=config.train_towers
+        )
     else:
         adapter = Adapter.of(lora, Path(path) if path != start else None)
         model = load_trainable(start, world, world.device, dtype, adapter=adapter, offload=offload)
-    give_sight(model, start, dtype, world.device)  # a checkpoint may be gone when the first picture comes
+    give_learners_sight(model, start, dtype, world.device)  # a checkpoint may be gone when the first picture comes
     return model
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from penstock.protocols.digests import Gmac
 from penstock.protocols.versions import digests_of
 from penstock.services.learning import checkpoint, muon
+from penstock.services.learning.batch import TrainingBatch
 from penstock.services.modeling.families import PLAIN
 from penstock.services.modeling.parallel.fsdp import forward, full
 from penstock.services.modeling.parallel.tensor import is_turned, sum_partial
@@ -35,8 +36,10 @@ from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.rank_setup import load_policy
 from penstock.services.weights.byte_views import as_memory
 from penstock.services.weights.sender.shard_exporter import ShardExporter
+from tests.seeing import shown_step
+from tests.trainer import steps
 from tests.trainer.head_shapes import check_head
-from tests.trainer.steps import Tokenizer, a_step
+from tests.trainer.steps import Tokenizer
 
 COMMON = {
     "optimizer": {"lr": 1e-3}, "tokens_per_micro_batch": 60, "norms_every": 1,
@@ -71,7 +74,8 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
     named, rounds = given.pop("model", None), given.pop("bf16", False)
     given["algorithm"] = {**COMMON["algorithm"], **given.get("algorithm", {})}  # type: ignore[dict-item]
     config = TrainerConfig.model_validate(COMMON | given)
-    same = {key: value for key, value in given.items() if key in ("lora", "freeze", "optimizer", "algorithm")}
+    kept = ("lora", "freeze", "train_towers", "optimizer", "algorithm")
+    same = {key: value for key, value in given.items() if key in kept}
     alone = TrainerConfig.model_validate(COMMON | same)
     device = local_device(torch.device(kind), "trainer")
     world, single = World.of_torchrun(device, Shape.of(config)), World(device)
@@ -86,6 +90,10 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
         if mixture:
             Replay(model)
         return Learner(model, config, 1.0, world)
+
+    def a_step(number: int, routing: bool = False, given: int = 0) -> TrainingBatch:
+        step = steps.a_step(number, routing, given)
+        return shown_step(step, start) if config.train_towers else step
 
     cut, plain = learn(start, config, world), learn(start, alone, single)
     assert version_of(cut) == version_of(plain), "before any step"

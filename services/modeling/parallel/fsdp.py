@@ -33,7 +33,7 @@ from penstock.services.modeling.parallel.stages import cut_stages, held_layers
 from penstock.services.modeling.parallel.tensor import cut_layers
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.token_statistics import Statistic
-from penstock.services.modeling.towers import decoder_of, towers
+from penstock.services.modeling.towers import decoder_of, tower_blocks, towers
 from penstock.services.modeling.values import values
 from penstock.services.runtime.errors import SetupError
 
@@ -61,10 +61,12 @@ def shard(model: Any, world: World, dtype: str, offload: bool = False) -> None:
     place = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy()
     # The loss is scaled for the whole step, so gradients are summed over the ranks, not averaged.
     meshes = dict.fromkeys(experts, world.expert_fsdp_mesh) if experts else {}
-    # A tower is never called, so it is never gathered.
-    meshes |= dict.fromkeys([*held_layers(model), *towers(model).values(), model], world.fsdp_mesh)
+    blocks = [block for tower in towers(model).values() for block in tower_blocks(tower)]
+    # A tower that stands still is never called, so it is never gathered.
+    meshes |= dict.fromkeys([*held_layers(model), *blocks, *towers(model).values(), model], world.fsdp_mesh)
+    uncast = {id(unit) for unit in (*blocks, model)}  # blocks are given the angles of patches, in fp32
     for unit, mesh in meshes.items():
-        fully_shard(unit, mesh=mesh, mp_policy=as_given if unit is model else policy, offload_policy=place)
+        fully_shard(unit, mesh=mesh, mp_policy=as_given if id(unit) in uncast else policy, offload_policy=place)
     for unit, mesh in meshes.items():
         if mesh.size() > 1:  # of a single one the quotient would be a copy of the whole gradient
             unit.set_gradient_divide_factor(1.0)

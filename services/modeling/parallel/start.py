@@ -30,7 +30,7 @@ from penstock.services.modeling.load import (
 from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.parallel.fsdp import block_of, shard
 from penstock.services.modeling.parallel.world import World
-from penstock.services.modeling.towers import freeze_towers, towers
+from penstock.services.modeling.towers import freeze_towers
 from penstock.services.modeling.values import value_heads
 from penstock.services.modeling.weight_files import WeightFiles
 
@@ -40,13 +40,14 @@ log = structlog.get_logger()
 def load_trainable(
     path: str, world: World, device: torch.device, dtype: str, head: Head = "language",
     adapter: Adapter | None = None, offload: bool = False, key: str = "model.path", frozen: Sequence[str] = (),
+    sight_learns: bool = False,
 ) -> Any:  # fmt: skip
     """The causal language model at ``path``, a folder or a hub name, which the config's ``key`` gives, in fp32, cut
     over ``world``, on ``device``; computes in ``dtype``; with ``offload`` its parameters lie on the host. With a
     "value" ``head``: that model with one output a token instead, which begins at 0 where the files have none. With an
     ``adapter`` that alone is to be trained, and such a head: what is frozen takes no more bits than are computed with.
-    Towers are frozen (`modeling/towers.py`), and so is what has names like those in ``frozen``
-    (`modeling/freezing.py`). Raises `ModelError`, or a `SetupError` of these."""
+    Towers are frozen (`modeling/towers.py`), unless its ``sight_learns``, and so is what has names like those in
+    ``frozen`` (`modeling/freezing.py`). Raises `ModelError`, or a `SetupError` of these."""
     folder, own = folder_of(path, key), has_own_code(load_config(path, key))
     model, beside = empty_model(path, head, key), read_beside(folder, own)
     new = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
@@ -54,7 +55,7 @@ def load_trainable(
     with WeightFiles(folder, model) as files:
         missing = [name for name, _ in model.named_parameters() if name not in files and name not in new]
         if not missing and not own and _buffers_are_known(model, files):
-            _prepare(model, adapter, path, dtype, frozen)
+            _prepare(model, adapter, path, dtype, frozen, sight_learns)
             shard(model, world, dtype, offload)
             _materialize(model, device, torch.device("cpu") if offload else device)
             _fill(model, files, f"{key}: {path}")
@@ -62,7 +63,7 @@ def load_trainable(
     why = "it has code of its own" if own else "the files lack what the model wants"
     log.warning(f"loaded whole on the host first: {why}", path=path, lacking=missing[:3])
     model = load_model(path, "float32", torch.device("cpu"), key, head)
-    _prepare(model, adapter, path, dtype, frozen)
+    _prepare(model, adapter, path, dtype, frozen, sight_learns)
     shard(model, world, dtype, offload)
     if offload:
         for module in model.modules():
@@ -72,8 +73,11 @@ def load_trainable(
     return _begun(model.to(device), adapter, beside)
 
 
-def _prepare(model: Any, adapter: Adapter | None, path: str, dtype: str, frozen: Sequence[str]) -> None:
-    freeze_towers(model)
+def _prepare(
+    model: Any, adapter: Adapter | None, path: str, dtype: str, frozen: Sequence[str], sight_learns: bool
+) -> None:
+    if not sight_learns:
+        freeze_towers(model)
     freeze(model, frozen)
     if adapter is not None:
         if dtype == "bfloat16":
@@ -92,12 +96,10 @@ def _begun(model: Any, adapter: Adapter | None, beside: dict[str, bytes]) -> Any
 
 
 def _buffers_are_known(model: Any, files: WeightFiles) -> bool:
-    """Each buffer is in the files, or is one that transformers computes from the config, or of a tower, where nothing
-    is computed."""
-    unused = {id(module) for tower in towers(model).values() for module in tower.modules()}
+    """Each buffer is in the files, or is one that transformers computes from the config."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            known = _is_computed(module) or (id(module) in unused and name in module._non_persistent_buffers_set)
+            known = _is_computed(module)
             if f"{prefix}.{name}".lstrip(".") not in files and not known:
                 log.warning("unknown buffer", name=f"{prefix}.{name}", shape=tuple(buffer.shape))
                 return False
@@ -105,15 +107,21 @@ def _buffers_are_known(model: Any, files: WeightFiles) -> bool:
 
 
 def _is_computed(module: nn.Module) -> bool:
-    """Its buffers follow from the config: rotations, of Gemma 3 for each kind of layer, and the factor of Gemma's
-    embedding."""
+    """Its buffers follow from the config: rotations, of Gemma 3 for each kind of layer, the factor of Gemma's
+    embedding, and the places of a picture's patches."""
     rotations = "RotaryEmbedding" in type(module).__name__ and any("original_inv_freq" in name for name in dir(module))
-    return rotations or hasattr(module, "scalar_embed_scale")
+    return rotations or hasattr(module, "scalar_embed_scale") or _counts_places(module)
+
+
+def _counts_places(module: nn.Module) -> bool:
+    return set(module._buffers) == {"position_ids"} == module._non_persistent_buffers_set
 
 
 def _compute(model: Any, module: Any) -> None:
     if hasattr(module, "scalar_embed_scale"):  # transformers' own way would draw the embedding anew
         module.embed_scale.fill_(module.scalar_embed_scale)
+    elif _counts_places(module):
+        module.position_ids.copy_(torch.arange(module.position_ids.shape[-1]))
     else:
         model._init_weights(module)
 

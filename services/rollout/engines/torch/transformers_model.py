@@ -14,28 +14,40 @@ from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.load import ModelError, attention_of, has_own_code, with_head
 from penstock.services.modeling.logprobs import LOGIT_BYTES
 from penstock.services.modeling.routing import Recorder
-from penstock.services.modeling.sight import Sight, resting_sight, sight_of
+from penstock.services.modeling.sight import Sight, give_sight, resting_sight, sight_of
 from penstock.services.modeling.version_weights import persistent_buffers, version_of
 from penstock.services.rollout.engines.base import Request, RequestError
 
 
 class TransformersModel:
-    """``weights`` is the copy that serves: what `prepare` returned last, once somebody has set it."""
+    """Raises `ModelError` where a version does not fit."""
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device, head_dtype: str | None) -> None:
         self._device = device
         self._spare = [self._make(config, dtype, head_dtype) for _ in range(2)]
-        self.weights: Any = None
-        self.sight: Sight | None = None
+        self._weights: Any = None
         self._recorders = [Recorder(model) for model in self._spare]
 
     def see(self, path: str, dtype: str) -> bool:
         """From now on prompts may show pictures, which the model at ``path`` sees; False: it does not."""
-        self.sight = sight_of(self._spare[0], path, dtype, self._device)
-        if self.sight:
-            for model in self._spare:
-                self.sight.attach(model)
-        return self.sight is not None
+        return all(give_sight(model, path, dtype, self._device) for model in self._spare)
+
+    @property
+    def weights(self) -> Any:
+        """The copy that serves: what `prepare` returned last, once somebody has set it."""
+        return self._weights
+
+    @weights.setter
+    def weights(self, prepared: Any) -> None:
+        self._weights = prepared
+        for model in self._spare:  # towers may be those of another version now
+            if sight := sight_of(model):
+                sight.forget()
+
+    @property
+    def sight(self) -> Sight | None:
+        """Of the copy that serves, or may come to."""
+        return sight_of(self._spare[0] if self._weights is None else self._weights)
 
     def shown(self, request: Request) -> Shown:
         """What ``request`` shows. Raises `RequestError` where its tokens have another number of places for it."""
@@ -76,9 +88,9 @@ class TransformersModel:
 
     @property
     def kept(self) -> list[torch.Tensor]:
-        """Both copies of the weights, and what it sees with."""
+        """Both copies of the weights. What was seen is forgotten."""
         kept = [tensor for model in self._spare for tensor in (*model.parameters(), *model.buffers())]
-        return [*kept, *resting_sight(self._spare[0])]
+        return [*kept, *(tensor for model in self._spare for tensor in resting_sight(model))]
 
     def logits(self, weights: Any, tokens: torch.Tensor) -> torch.Tensor:
         """As `NativeModel.logits`."""

@@ -78,9 +78,11 @@ class VllmEngine(AsyncEngine):
         beside: int = 0,
         head_dtype: str | None = None,
         pictures: PictureReader | None = None,
+        towers_learn: bool = False,
     ) -> None:
         """``sleeps``: see `base.SleepingEngine`. ``beside``: rank of adapters that are not merged; 0: all are.
-        ``head_dtype``: of the logits; None: ``dtype``. ``pictures``: what reads those that prompts may show."""
+        ``head_dtype``: of the logits; None: ``dtype``. ``pictures``: what reads those that prompts may show;
+        ``towers_learn``: what the model finds in one changes with each version."""
         positions = positions_of(model_config) or config.max_length + 1
         length = min(config.max_length, positions)
         self._replicas = int(config.vllm.get("data_parallel_size", 1))
@@ -105,6 +107,7 @@ class VllmEngine(AsyncEngine):
         )  # fmt: skip
         self._model_path, self._weight_bytes = model_path, DTYPES[dtype].itemsize
         self._model_config, self._adapter = model_config, lora_request() if beside else None
+        self._sees_anew = towers_learn and pictures is not None
         self._pictures, self.blind = pictures, "" if pictures else BLIND
         self._opening = asyncio.Lock()
         started, before = time.monotonic(), set(psutil.Process().children(recursive=True))
@@ -319,6 +322,8 @@ class VllmEngine(AsyncEngine):
         recompute = self._config.kv_on_update == "recompute"
         # Not `AsyncLLM.pause_generation`, which sleeps 20 ms after the same call.
         await core.pause_scheduler_async(mode="keep", clear_cache=recompute)
+        if self._sees_anew and not recompute:
+            await core.reset_encoder_cache_async()
         told = {"update_info": self.update_info(prepared), "beside": self._adapter is not None}
         await self.llm.collective_rpc("penstock_load", kwargs=told)
         await core.set_weight_version_async(str(version))
