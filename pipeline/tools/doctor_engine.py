@@ -24,7 +24,7 @@ from penstock.services.modeling.load import load_model
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.precision import LOGPROBS
 from penstock.services.modeling.routing import Replay, as_given, mixture_of
-from penstock.services.modeling.sight import give_sight
+from penstock.services.modeling.sight import forget_seen, give_sight
 from penstock.services.modeling.towers import towers
 from penstock.services.modeling.version_weights import version_of
 from penstock.services.rollout.engines.base import Completion, Engine, EngineError, Refusal, Request, RequestError
@@ -73,6 +73,7 @@ def examine_engine(console: Console, config: Config, prompts: int) -> bool:
             engine = make_engine(
                 config.rollout, path, config.model.dtype, text, head_dtype=config.model.head_dtype,
                 pictures=config.show_pictures,
+                towers_learn=config.trainer.train_towers,
             )  # fmt: skip
             findings.add(True, "start", f"{time.monotonic() - started:.1f} s")
             try:
@@ -113,7 +114,8 @@ def _examine(
     if config.rollout.sampling.routing_replay:
         Replay(model)
     give_sight(model, path, config.model.dtype, torch.device("cpu"))
-    frozen = {id(parameter) for tower in towers(model).values() for parameter in tower.parameters()}
+    still = {} if config.trainer.train_towers else towers(model)
+    frozen = {id(parameter) for tower in still.values() for parameter in tower.parameters()}
     tolerance = config.weights.canary_tolerance or LOGPROBS[config.model.dtype]
     ids = canary_tokens(text.plain, model.config, max(2, config.weights.canary_tokens))
     scored = np.array(ids, np.int32)
@@ -126,6 +128,7 @@ def _examine(
             with torch.no_grad():
                 for parameter in (p for p in model.parameters() if id(p) not in frozen):
                     parameter.mul_(1 + NUDGE * torch.randn(parameter.shape, dtype=torch.float32).to(parameter.dtype))
+            forget_seen(model)
         say(f"loading version {version}")
         weights = version_of(model)
         if not engine.remote:  # which copies them itself

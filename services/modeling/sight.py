@@ -269,6 +269,12 @@ def sight_of(model: Any) -> Sight | None:
     return getattr(model, "penstock_sight", None)
 
 
+def forget_seen(model: Any) -> None:
+    """Of pictures: the weights of ``model`` have changed."""
+    if sight := sight_of(model):
+        sight.forget()
+
+
 def check_shown(model: Any, trajectories: Sequence[Trajectory]) -> None:
     """Raises `PictureError` where ``model`` sees more or less in pictures of ``trajectories`` than their prompts have
     places for."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def decoder_of(model: Any) -> Any:
@@ -31,6 +30,8 @@ def towers(model: Any) -> dict[str, nn.Module]:
 
 def tower_blocks(tower: nn.Module) -> list[nn.Module]:
     """Where ``tower`` learns, the layers that it has one after the other."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     if not any(parameter.requires_grad for parameter in tower.parameters()):
         return []
     return [module for module in tower.modules() if isinstance(module, GradientCheckpointingLayer)]

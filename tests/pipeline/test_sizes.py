@@ -125,5 +125,18 @@ def test_towers_are_counted_as_often_as_they_are_there() -> None:
     assert words["towers"] == 2 * shape.towers / GIB, "fp32, over two ranks"
     assert words["published version"] - nothing["published version"] == pytest.approx(shape.towers / GIB)
     assert kv_tokens(blind, 80) < kv_tokens(replace(blind, towers=0), 80)
+    learned = ["trainer.ranks=2", "trainer.train_towers=true", "trainer.sum_gradients=micro_batch"]
+    whole, merger = (
+        load(Path("configs/geometry3k.yaml"), [*learned, f"trainer.freeze={frozen}"])
+        for frozen in ("[]", "['*.visual.blocks.*','*.visual.patch_embed.*']")
+    )
+    both = shape_of(whole)
+    assert both == replace(shape, learned_towers=shape.towers) and both.learned == both.parameters + both.towers
+    parts, still = (trainer_parts(each, whole.trainer) for each in (both, shape))
+    assert "towers that see" not in parts and parts["towers"] == still["towers"]
+    assert parts["gradients"] - still["gradients"] == pytest.approx(2 * shape.towers / GIB), "fp32, over two ranks"
+    assert parts["optimizer"] - still["optimizer"] == pytest.approx(4 * shape.towers / GIB)
+    some = shape_of(merger)
+    assert some and some.learned_towers == 36_708_608, "the merger of Qwen2.5-VL-3B alone: a norm and two matrices"
     keys = ["prompts.train.images_key=null", "prompts.eval.held_out.images_key=null"]
     assert shape_of(load(Path("configs/geometry3k.yaml"), keys)) == blind

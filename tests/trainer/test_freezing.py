@@ -50,10 +50,15 @@ def test_patterns_that_make_no_sense_are_refused(patterns: list[str], said: str)
 def test_a_stage_in_which_nothing_learns_is_named_before_a_run(tmp_path: Path) -> None:
     a_model(num_hidden_layers=4).save_pretrained(tmp_path)
     lower = ["model.embed_tokens.*", "model.layers.[01].*"]
-    _check_frozen(str(tmp_path), lower[1:], 2)  # the first stage has the embedding
-    _check_frozen(str(tmp_path), lower, 1)
+
+    def check(frozen: list[str], stages: int) -> None:
+        trainer = TrainerConfig.model_validate({"ranks": 2, "pipeline_parallel": stages, "freeze": frozen})
+        _check_frozen(str(tmp_path), trainer)
+
+    check(lower[1:], 2)  # the first stage has the embedding
+    check(lower, 1)
     with pytest.raises(SetupError, match=r"nothing in layers 0 to 1, .* trainer.pipeline_parallel=2"):
-        _check_frozen(str(tmp_path), lower, 2)
+        check(lower, 2)
 
 
 def test_what_is_tied_and_stands_still_is_saved_once(tmp_path: Path) -> None:

@@ -12,16 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.protocols.experience import PICTURE, Prompt, Sampling, Trajectory
+from penstock.protocols.experience import PICTURE, Group, Prompt, Sampling, Trajectory
 from penstock.services.data.picture_files import PictureError, open_picture, size_of
 from penstock.services.modeling.load import load_config, load_model
 from penstock.services.modeling.logprobs import layout_of, logprobs
 from penstock.services.modeling.packing import Layout, by_trajectory, plan_passes, plan_rows
+from penstock.services.modeling.parallel.fsdp import forward, full
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.pictures import PictureReader, placeholder
 from penstock.services.modeling.sight import check_shown, give_sight
 from penstock.services.modeling.towers import towers
 from penstock.services.modeling.version_weights import version_of
+from penstock.services.reference.config import ReferenceConfig
+from penstock.services.reference.service import Reference
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.base import Request, RequestError
 from penstock.services.rollout.engines.torch.engine import TorchEngine
@@ -204,6 +207,43 @@ def test_a_trainers_gradient_is_that_of_the_familys_own_code(
         elif wanted[name].grad is not None:
             gap = (parameter.grad - wanted[name].grad).norm() / wanted[name].grad.norm().clamp(min=1e-6)
             assert gap < 1e-4, name
+
+
+@pytest.mark.parametrize("family", seeing.SHOWN)
+def test_towers_that_learn_are_cut_and_see_in_16_bits_as_those_that_stand_still(family: str, tmp_path: Path) -> None:
+    seeing.write(family, tmp_path)
+    path, whole = str(tmp_path), load_model(str(tmp_path), "float32", CPU)
+    trajectories = sampled(tmp_path, [PROMPTS[0], PROMPTS[2]], whole)
+    still, learns = (
+        load_policy(path, path, World(CPU), "bfloat16", TrainerConfig(train_towers=learns)) for learns in (False, True)
+    )
+    for name, buffer in whole.named_buffers():
+        assert torch.equal(learns.get_buffer(name), buffer), name
+    for rows in plan_rows(trajectories, [0] * len(trajectories), 512, CPU, "apart"):
+        of_still, of_learns = forward(still, rows, 1.0), forward(learns, rows, 1.0)
+        assert torch.equal(of_still, of_learns)
+        of_learns.sum().backward()
+    sees = [(name, each) for tower in towers(learns).values() for name, each in tower.named_parameters()]
+    used = [full(each.grad) for name, each in sees if not name.startswith("head.")]  # which SigLIP has for others
+    assert used and all(each.dtype == torch.float32 and each.isfinite().all() for each in used)
+
+
+def test_a_reference_that_is_refreshed_sees_by_its_version(tmp_path: Path) -> None:
+    seeing.write("qwen3_vl", start := tmp_path / "start")
+    model = load_model(str(start), "float32", CPU).eval()
+    trajectories = sampled(start, PROMPTS[:1], model)
+    for tower in towers(model).values():
+        for parameter in tower.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "step-000002")
+    config = ReferenceConfig(device="cpu", refresh_every=2)
+    reference = Reference(config, str(start), "float32", 1.0, False, tmp_path)
+    group = Group(0, PROMPTS[0], trajectories)
+    before = reference._logprobs([group])
+    reference._refresh(2)
+    give_sight(model, str(start), "float32", CPU)
+    for mine, wanted, other in zip(reference._logprobs([group]), scored(model, trajectories), before, strict=True):
+        assert np.abs(mine - wanted).max() < 1e-5 < 1e-3 < np.abs(mine - other).max()
 
 
 def test_what_does_not_fit_costs_its_prompt_alone(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.load import ModelError, attention_of, has_own_code, with_head
 from penstock.services.modeling.logprobs import LOGIT_BYTES
 from penstock.services.modeling.routing import Recorder
-from penstock.services.modeling.sight import Sight, give_sight, resting_sight, sight_of
+from penstock.services.modeling.sight import Sight, forget_seen, give_sight, resting_sight, sight_of
 from penstock.services.modeling.version_weights import persistent_buffers, version_of
 from penstock.services.rollout.engines.base import Request, RequestError
 
@@ -41,8 +41,7 @@ class TransformersModel:
     def weights(self, prepared: Any) -> None:
         self._weights = prepared
         for model in self._spare:  # towers may be those of another version now
-            if sight := sight_of(model):
-                sight.forget()
+            forget_seen(model)
 
     @property
     def sight(self) -> Sight | None:
