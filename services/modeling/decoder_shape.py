@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.protocols.versions import DTYPE_BYTES, Dtype
 from penstock.services.modeling.families import (
+    BOTH_WAYS,
     COUNTED_MIXTURES,
     LINEAR,
     PACKED,
@@ -319,8 +320,8 @@ def _feed_forward(hidden: int, inner: int, within: str, share: float) -> dict[st
 def described_by(name: str, data: Mapping[str, Any]) -> Shape | None:
     """The sizes in a config.json, of a model that sees those of its decoder; None where they are not known: of other
     layers that keep a state, of other mixtures."""
-    alone, shares = "hidden_size" in data, data.get("model_type") in PACKED
-    if not alone and isinstance(text := data.get("text_config"), Mapping):
+    whole = data.get("model_type")
+    if "hidden_size" not in data and isinstance(text := data.get("text_config"), Mapping):
         data = {**text} | {key: data[key] for key in ("tie_word_embeddings",) if key in data}
     family = data.get("model_type")
     hybrid, mixture = family in LINEAR, any("experts" in key for key in data)
@@ -339,8 +340,8 @@ def described_by(name: str, data: Mapping[str, Any]) -> Shape | None:
             name, data["hidden_size"], 0 if mixture else data["intermediate_size"], data["num_hidden_layers"], heads,
             data.get("num_key_value_heads") or heads, data.get("head_dim") or data["hidden_size"] // heads,
             data["vocab_size"], bool(tied), positions or 1 << 20,
-            packs=alone and family in PACKED and not hybrid, shares=shares, staged=alone and family in STAGED,
-            tensor=alone and family in TENSOR, split=alone and family in TENSOR | TENSOR_WHOLE,
+            packs=whole in PACKED - BOTH_WAYS and not hybrid, shares=whole in PACKED, staged=whole in STAGED,
+            tensor=whole in TENSOR, split=whole in TENSOR | TENSOR_WHOLE,
             counted=family in PLAIN and not data.get("use_sliding_window"),
             norms_heads=hybrid or family in ("qwen3", "qwen3_moe"),
         )  # fmt: skip

@@ -26,7 +26,8 @@ STAGED = PLAIN | {
 Granite, which scales what is embedded, and Gemma 4, some of whose layers read ids too."""
 TENSOR = PLAIN | {
     "mistral", "ministral3", "gemma2", "gemma3_text", "gemma4_text", "glm4_moe", "smollm3", "granite",
-    "seed_oss", "exaone4", "cohere2", "ernie4_5", "starcoder2", "qwen2_5_vl", "gemma3", "gemma4", "mistral3",
+    "seed_oss", "exaone4", "cohere2", "ernie4_5", "starcoder2", "qwen2_5_vl", "qwen3_vl", "gemma3",
+    "gemma4", "mistral3",
 }  # fmt: skip
 """Families whose matrices tensor parallelism cuts, and with them what is kept of each token."""
 TENSOR_WHOLE = {

@@ -98,9 +98,8 @@ def of_places(model: Any, rows: Rows, compute: Compute, which: int) -> torch.Ten
     are predicted. Ranks that share a row's tokens compute some each, and all have the result of all. Of a stage that is
     not a pipeline's last: zeros."""
     base, inputs = getattr(model, model.base_model_prefix), model_inputs(model, rows)
-    ulysses: SequenceParallel | None = getattr(model, "penstock_ulysses", None)
+    ulysses = _ulysses_of(model)
     stage: Stage | None = getattr(model, "penstock_stage", None)
-    inputs = ulysses.part(inputs) if ulysses else inputs
     inputs = stage.take_up(inputs) if stage else inputs
     hidden = base(**inputs, use_cache=False).last_hidden_state
     if stage and not stage.last:
@@ -118,7 +117,7 @@ def of_places(model: Any, rows: Rows, compute: Compute, which: int) -> torch.Ten
 
 
 def model_inputs(model: Any, rows: Rows) -> dict[str, Any]:
-    """What ``model`` is called with for ``rows``."""
+    """What ``model`` is called with for ``rows``; where ranks share these, for this one's part."""
     inputs: dict[str, Any] = {"input_ids": rows.tokens, "position_ids": rows.positions}
     if isinstance(rows.attention, Segments):
         own = model.config.get_text_config()._attn_implementation
@@ -130,15 +129,21 @@ def model_inputs(model: Any, rows: Rows) -> dict[str, Any]:
         inputs["attention_mask"] = rows.attention
     if rows.routing is not None:
         inputs["routing"] = to_device(torch.from_numpy(rows.routing), rows.tokens.device)
-    sight = sight_of(model)
+    ulysses, sight = _ulysses_of(model), sight_of(model)
+    if ulysses:
+        inputs = ulysses.part(inputs)
     if rows.shown:
-        inputs |= _told(model, sight, rows.shown)
+        inputs |= _told(model, sight, rows.shown, ulysses)
     elif sight and sight.learns:
-        inputs |= sight.nothing(rows.tokens)
+        inputs |= sight.nothing(inputs["input_ids"])
     return inputs
 
 
-def _told(model: Any, sight: Sight | None, shown: Shown) -> dict[str, Any]:
+def _ulysses_of(model: Any) -> SequenceParallel | None:
+    return getattr(model, "penstock_ulysses", None)
+
+
+def _told(model: Any, sight: Sight | None, shown: Shown, ulysses: SequenceParallel | None) -> dict[str, Any]:
     """What it is told of pictures."""
     if sight is None:
         raise SetupError(
@@ -146,7 +151,7 @@ def _told(model: Any, sight: Sight | None, shown: Shown) -> dict[str, Any]:
             "(docs/models.md), or leave images_key out"
         )
     blind = torch.tensor([not pictures for pictures in shown.pictures], device=shown.sampled.device)
-    at = (shown.member, shown.place)
+    at = (shown.member, shown.place) if ulysses is None else (ulysses.own(shown.member, -1), ulysses.own(shown.place))
     return sight.inputs(shown.tokens, shown.real, shown.sampled | blind[:, None], shown.pictures, at)
 
 

@@ -1,7 +1,8 @@
 """Run under torchrun by test_shapes.py: a learner of several ranks beside one of a single process, on the same steps,
 the version that each would publish, and a checkpoint taken up in another shape. Arguments: the folder with the models
 to begin with, start/ and, where experts are dealt out, mixture/; what the config says of each shape, by name, as JSON,
-what ``model`` it begins with, and whether it is ``bf16`` with the head in fp32; and on what device to compute."""
+what ``model`` it begins with, whether what it is asked ``shows`` pictures, and whether it is ``bf16`` with the head in
+fp32; and on what device to compute."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def check(folder: Path, given: dict[str, Any], kind: str) -> None:
-    named, rounds = given.pop("model", None), given.pop("bf16", False)
+    named, rounds, shows = given.pop("model", None), given.pop("bf16", False), given.pop("shows", False)
     given["algorithm"] = {**COMMON["algorithm"], **given.get("algorithm", {})}  # type: ignore[dict-item]
     config = TrainerConfig.model_validate(COMMON | given)
     kept = ("lora", "freeze", "train_towers", "optimizer", "algorithm")
@@ -93,7 +94,7 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
 
     def a_step(number: int, routing: bool = False, given: int = 0) -> TrainingBatch:
         step = steps.a_step(number, routing, given)
-        return shown_step(step, start) if config.train_towers else step
+        return shown_step(step, start) if shows else step
 
     cut, plain = learn(start, config, world), learn(start, alone, single)
     assert version_of(cut) == version_of(plain), "before any step"

@@ -17,7 +17,7 @@ from penstock.protocols.experience import Trajectory
 from penstock.services.learning.model_learner import ModelLearner
 from penstock.services.modeling.dropout import without_dropout
 from penstock.services.modeling.experts import as_in_files
-from penstock.services.modeling.families import MIXTURES, STAGED, TENSOR, TENSOR_WHOLE, is_recurrent
+from penstock.services.modeling.families import BOTH_WAYS, MIXTURES, STAGED, TENSOR, TENSOR_WHOLE, is_recurrent
 from penstock.services.modeling.load import load_config, load_model, with_head
 from penstock.services.modeling.logprobs import layout_of, logprobs
 from penstock.services.modeling.lora import Adapter
@@ -95,7 +95,7 @@ def test_a_family_is_what_the_page_says(family: str, tmp_path: Path, monkeypatch
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     assert is_recurrent(config.get_text_config()) == (family in RECURRENT)
     known = {"T": family in TENSOR | TENSOR_WHOLE, "P": family in STAGED, "E": family in MIXTURES}
-    known["S"] = ranks == "yes" and not (family in families.SEEING or family in RECURRENT)
+    known["S"] = ranks == "yes" and not (family in BOTH_WAYS or is_recurrent(config.get_text_config()))
     assert {letter for letter in known if known[letter]} == set(shared.split())
     if "S" not in shared and ranks == "yes":
         with pytest.raises(SetupError, match="sequence_parallel: it cuts packed rows"):

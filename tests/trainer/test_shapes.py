@@ -15,6 +15,7 @@ from tests import families, seeing
 from tests.e2e.runs import ROOT
 from tests.trainer.rank_program import a_mixture, a_model
 
+SEES = {"model": "qwen3_vl", "shows": True}
 MUON = {"type": "muon", "lr": 1e-2, "weight_decay": 0.1}
 SHAPES: dict[str, dict[str, Any]] = {
     "two replicas of two shards": {"ranks": 4, "replicas": 2},
@@ -62,15 +63,20 @@ SHAPES: dict[str, dict[str, Any]] = {
     "the head in fp32, tensor parallel": {"ranks": 2, "tensor_parallel": 2, "bf16": True},
     "the head in fp32, pipeline, tied": {"ranks": 2, "pipeline_parallel": 2, "bf16": True, "model": "tied"},
     "experts, whose router stands still": {"ranks": 2, "expert_parallel": 2, "freeze": ["*.mlp.gate.*"]},
-    "towers that learn": {"ranks": 2, "train_towers": True, "model": "qwen3_vl"},
-    "towers that learn, tensor parallel": {
-        "ranks": 2, "tensor_parallel": 2, "train_towers": True, "gradient_checkpointing": True, "model": "qwen2_5_vl",
+    "towers that learn": {"ranks": 2, "train_towers": True, **SEES},
+    "towers that learn, tensor parallel": {"ranks": 2, "tensor_parallel": 2, "train_towers": True, **SEES},
+    "pictures, sequence parallel": {"ranks": 2, "sequence_parallel": 2, "gradient_checkpointing": True, **SEES},
+    "towers that learn, sequence parallel": {
+        "ranks": 2, "sequence_parallel": 2, "train_towers": True, "gradient_checkpointing": True, "shows": True,
+        "model": "qwen2_5_vl",
     },
     "what fits them to the decoder learns, on the host": {
-        "ranks": 2, "offload": True, "train_towers": True, "freeze": ["model.vision_tower.*"], "model": "gemma3",
+        "ranks": 2, "offload": True, "train_towers": True, "freeze": ["model.vision_tower.*"], "shows": True,
+        "model": "gemma3",
     },
     "towers that learn, two replicas of two shards": {
-        "ranks": 4, "replicas": 2, "train_towers": True, "gradient_checkpointing": "selective", "model": "qwen3_5",
+        "ranks": 4, "replicas": 2, "train_towers": True, "gradient_checkpointing": "selective", "shows": True,
+        "model": "qwen3_5",
     },
     "experts, an adapter": {"ranks": 2, "expert_parallel": 2, "lora": {"rank": 3}},
     "experts, sequence parallel": {"ranks": 2, "expert_parallel": 2, "sequence_parallel": 2},
@@ -128,7 +134,7 @@ def test_ranks_in_a_shape_are_one_process(names: Sequence[str], tmp_path: Path) 
     wanted = {name: SHAPES[name] for name in names}
     for shape in wanted.values():
         if (family := shape.get("model", "tied")) != "tied":
-            (seeing if shape.get("train_towers") else families).write(family, tmp_path / family)
+            (seeing if shape.get("shows") else families).write(family, tmp_path / family)
     check_shapes(wanted, tmp_path)
 
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from penstock.protocols.cut import rows_of
+from penstock.services.modeling.families import BOTH_WAYS
 from penstock.services.modeling.load import sees
 from penstock.services.modeling.logprobs import layout_of, statistics
 from penstock.services.modeling.packing import Rows
@@ -79,7 +80,7 @@ def shard(model: Any, world: World, dtype: str, offload: bool = False) -> None:
 
 def check_shares_rows(model: Any) -> None:
     """Raises `SetupError` where ranks cannot share rows of ``model`` between tokens."""
-    if layout_of(model) in ("apart", "whole") or sees(model.config):
+    if layout_of(model) in ("apart", "whole") or (sees(model.config) and model.config.model_type in BOTH_WAYS):
         raise SetupError(
             f"sequence_parallel: it cuts packed rows between their tokens, which {model.config.model_type} does not "
             "take; set it to 1"

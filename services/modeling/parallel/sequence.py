@@ -29,14 +29,16 @@ class SequenceParallel:
     group: Any
 
     def part(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """What the model is called with for this rank's tokens: of ``inputs`` for a whole packed row, which is padded
-        so that it can be cut."""
+        """What the model is called with for this rank's tokens: of ``inputs`` for a whole packed row."""
         found = dict(inputs)
         for name in {"input_ids", "position_ids", "routing"} & inputs.keys():
-            padded = self._padded(inputs[name], 1, OPEN if name == "routing" else 0)
-            found[name] = padded.chunk(self.size, 1)[self.rank]
+            found[name] = self.own(inputs[name], OPEN if name == "routing" else 0)
         found["segments"] = replace(inputs["segments"], ulysses=self)
         return found
+
+    def own(self, row: torch.Tensor, fill: int = 0) -> torch.Tensor:
+        """This rank's tokens of ``row`` ``[1, length, …]``, which is padded with ``fill`` so that it can be cut."""
+        return self._padded(row, 1, fill).chunk(self.size, 1)[self.rank]
 
     def owners(self, source: torch.Tensor, length: int) -> list[torch.Tensor]:
         """For each rank, which of the places ``source`` (int64 ``[places]``) in a row of ``length`` it has."""

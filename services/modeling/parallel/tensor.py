@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from penstock.protocols.cut import rows_of
 from penstock.services.modeling.parallel.stages import held_layers
@@ -32,6 +33,8 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
 }
 """What transformers calls a way to cut a matrix, and torch's for it."""
+AS = {"qwen3_vl_text": "qwen3"}
+"""Families of which transformers has no plan, each with one whose layers are the same."""
 PARTIAL = "replicated_with_grad_allreduce"
 """What transformers calls a parameter whose gradient on each rank is a part."""
 
@@ -41,9 +44,9 @@ def cut_layers(model: Any, world: World) -> None:
     size, config = world.shape.tensor, model.config.get_text_config()
     if size == 1:
         return
-    every = getattr(config, "base_model_tp_plan", None) or {}
+    whole = _plan_of(config)
     # Embeddings stay whole, and experts, which are dealt out.
-    plan = {name: style for name, style in every.items() if name.startswith("layers.") and ".experts" not in name}
+    plan = {name: style for name, style in whole.items() if name.startswith("layers.") and ".experts" not in name}
     if odd := sorted(set(plan.values()) - STYLES.keys() - {PARTIAL}) or ([] if plan else ["nothing"]):
         raise SetupError(
             f"tensor_parallel: transformers' plan for {config.model_type} says {odd[0]}, which is not known "
@@ -60,6 +63,13 @@ def cut_layers(model: Any, world: World) -> None:
     mine = {id(parameter) for layer in held_layers(model) for parameter in layer.parameters()}
     every = [name for name, parameter in model.named_parameters() if id(parameter) in mine]
     model.penstock_partial = [name for name in every if name.split(".")[-2] in parts]
+
+
+def _plan_of(config: Any) -> dict[str, str]:
+    plan = getattr(config, "base_model_tp_plan", None)
+    if not plan and config.model_type in AS:
+        plan = CONFIG_MAPPING[AS[config.model_type]].base_model_tp_plan
+    return plan or {}
 
 
 def _features(layer: nn.Module, named: Mapping[str, str]) -> dict[str, int]:
