@@ -121,14 +121,19 @@ def _check_frozen(path: str, trainer: TrainerConfig) -> None:
     stages."""
     from penstock.services.modeling.freezing import freeze
     from penstock.services.modeling.load import empty_model
-    from penstock.services.modeling.towers import freeze_towers
+    from penstock.services.modeling.towers import freeze_towers, towers
 
     stages = trainer.pipeline_parallel
     if trainer.freeze:
-        model = empty_model(path)
-        if not trainer.train_towers:
+        model, seeing = empty_model(path), trainer.train_towers
+        if not seeing:
             freeze_towers(model)
         freeze(model, trainer.freeze)
+        if seeing and not any(each.requires_grad for tower in towers(model).values() for each in tower.parameters()):
+            raise SetupError(
+                "trainer.freeze leaves nothing of the towers that trainer.train_towers trains; name fewer, or set that "
+                "to false"
+            )
         for first, end in _idle_stages(model, stages) if stages > 1 else ():
             raise SetupError(
                 f"trainer.freeze leaves nothing in layers {first} to {end - 1}, which are a stage of "

@@ -247,8 +247,8 @@ def _spared_by(kind: str, learner: LearnerConfig, shape: Shape | None) -> str:
     if not learner.offload and learner.tensor_parallel == 1:
         words.append(f"{kind}.offload=true")
     if learner.lora is None:
-        frozen = isinstance(learner, TrainerConfig) and learner.freeze
-        words += [f"an adapter ({kind}.lora)"] * (learner.tensor_parallel == 1 and not frozen)
+        whole = isinstance(learner, TrainerConfig) and learner.wants_whole
+        words += [f"an adapter ({kind}.lora)"] * (learner.tensor_parallel == 1 and not whole)
     elif not learner.lora.quantize:
         words.append(f"an adapter of a model in 4 bits ({kind}.lora.quantize=nf4)")
     return " or ".join(words)

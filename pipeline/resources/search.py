@@ -61,10 +61,11 @@ def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load
 
 
 def in_four_bits(config: Config) -> Config | None:
-    """``config`` with an adapter beside a model in 4 bits, which needs least; None where it has one, or cannot."""
+    """``config`` with an adapter beside a model in 4 bits, which needs least; None where it has one, cannot, or wants
+    none."""
     given = {"rank": LoraConfig().rank} if config.trainer.lora is None else config.trainer.lora.model_dump()
     beside = getattr(config.rollout.engine, "adapter", "merged") != "merged"
-    if beside or (config.trainer.lora and config.trainer.lora.quantize):
+    if beside or config.trainer.wants_whole or (config.trainer.lora and config.trainer.lora.quantize):
         return None
     try:
         lora = LoraConfig.model_validate(given | {"quantize": "nf4"})
@@ -74,7 +75,9 @@ def in_four_bits(config: Config) -> Config | None:
 
 
 def _layouts(config: Config, shape: Shape, count: int, device: Device, load: Load) -> Iterator[Layout]:
-    adapters = [config.trainer.lora] if config.trainer.lora else [None, LoraConfig()]
+    adapters = [None, LoraConfig()]
+    if config.trainer.lora or config.trainer.wants_whole:
+        adapters = [config.trainer.lora]
     tensors, (values, learns) = [*_tensor_parallel(config, shape, device)], critic_times(config, load, device)
     for lora, ranks in product(adapters, _ranks(count)):
         dealt = [*_dealt(config, shape, count - ranks, device, load, tensors)]

@@ -60,6 +60,11 @@ class HubData(Section):
     """Column of the pictures that the prompt shows, e.g. ``images``: one or a list of them, each an image of a
     dataset, or the path of a file. ``<image>`` in the prompt's words is where each stands; without, they stand before
     the words. For models that see: docs/models.md. null: prompts are words alone."""
+    max_pixels: int | None = Field(None, ge=1)
+    """Pictures with more are made smaller, in their own proportions, e.g. ``1000000``: a picture's tokens grow with
+    its pixels (Qwen2.5-VL: one for 784). null: each as large as it is."""
+    min_pixels: int | None = Field(None, ge=1)
+    """Pictures with fewer are made larger, e.g. ``65536``, so that small print can be read. null: none is."""
     tools_key: str | None = None
     """Column of the functions that the prompt tells of by the chat template, e.g. ``tools``: a list of JSON schemas, as
     OpenAI has them, or text that is JSON of one. For conversations with calls of tools, and for prompts whose answers
@@ -75,6 +80,12 @@ class HubData(Section):
     """Use so many rows from the start, e.g. ``1000``; null: all."""
 
     _around = field_validator("template")(a_template)
+
+    @model_validator(mode="after")
+    def _some_size_is_left(self) -> HubData:
+        if self.max_pixels and self.min_pixels and self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}; swap them")
+        return self
 
 
 class ReasoningGymData(Section):

@@ -16,7 +16,7 @@ from penstock.services.data import DataError, need
 from penstock.services.data.config import HubData
 from penstock.services.data.csv_rows import CsvRows
 from penstock.services.data.json_rows import JsonRows, kind_of, words_of
-from penstock.services.data.pictures import marked, marked_chat, picture_columns, read_pictures, undecoded
+from penstock.services.data.pictures import fitted, marked, marked_chat, picture_columns, read_pictures, undecoded
 from penstock.services.data.source import PromptSource
 from penstock.services.data.template import with_template
 from penstock.services.runtime.hub_names import named
@@ -83,7 +83,8 @@ class HubSource(PromptSource):
         elif key and not isinstance(answer, str | list):
             words = f"{key!r} (answer_key) is {kind_of(answer)}, not text or a list of messages; write it as text"
             raise DataError(f"row {index}: {words}: {str(answer)[:80]}")
-        pictures = read_pictures(images, self._beside, f"row {index}: {self._config.images_key}")
+        where, sizes = f"row {index}: {self._config.images_key}", (self._config.min_pixels, self._config.max_pixels)
+        pictures = fitted(read_pictures(images, self._beside, where), *sizes, where)
         tools = self._chat(row[self._config.tools_key]) if self._config.tools_key else None
         prompt = make_prompt(index, content, truth, self._config.chat, self._config.system, answer, pictures, tools)
         if self._config.source_key:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -68,6 +69,21 @@ def _each(read: Callable[[bytes], T], pictures: Sequence[bytes]) -> Iterator[T]:
             yield read(picture)
         except PictureError as error:
             raise PictureError(f"picture {number}: {error}") from error
+
+
+def scaled(picture: bytes, least: int | None, most: int | None) -> bytes:
+    """``picture`` where it has no fewer pixels than ``least`` and no more than ``most`` (None: any), else one that has
+    about as many, in its own proportions, as a PNG. Raises `PictureError`."""
+    width, height = size_of(picture)
+    wanted = max(width * height, least or 0)
+    wanted = min(wanted, most or wanted)
+    if wanted == width * height:
+        return picture
+    times = math.sqrt(wanted / (width * height))
+    rounded = math.floor if times < 1 else math.ceil
+    size = max(1, rounded(width * times)), max(1, rounded(height * times))
+    open_picture(picture).resize(size).save(file := io.BytesIO(), "PNG")
+    return file.getvalue()
 
 
 def pixels_of(picture: bytes) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 from collections.abc import Sequence
@@ -12,16 +13,19 @@ from penstock.protocols.chat import words_of
 from penstock.protocols.experience import PICTURE
 from penstock.services.data import DataError
 from penstock.services.data.json_rows import kind_of
-from penstock.services.data.picture_files import PictureError, check_picture
+from penstock.services.data.picture_files import PictureError, check_picture, scaled
+from penstock.services.runtime.install import install
 from penstock.services.runtime.user_folders import find_file
 
 LONGEST_PATH = 4096
+SHOWN = 200
 
 
 def read_pictures(found: Any, beside: Sequence[Path], where: str) -> tuple[bytes, ...]:
-    """The files of what a row has in its column: None, one picture, or a list. A picture is a map of ``bytes`` or
-    ``path``, as data sets of the hub have it, an image of Pillow, bytes, or a path, which is looked for as the user's
-    other files are, and in the folders of the files ``beside``. Raises `DataError`, which says ``where`` it is."""
+    """The files of what a row has in its column: None, one picture, or a list. A picture is a map of ``bytes`` (or
+    base64 of them), ``path`` or ``image``, as data sets have it, an image of Pillow, bytes, a data URI, or a path,
+    which is looked for as the user's other files are, and in the folders of the files ``beside``. Raises `DataError`,
+    which says ``where`` it is."""
     if found is None:
         return ()
     every = found if isinstance(found, list | tuple) else [found]
@@ -40,6 +44,17 @@ def read_pictures(found: Any, beside: Sequence[Path], where: str) -> tuple[bytes
         except (OSError, ValueError) as error:  # a path too long, a picture of Pillow's that no PNG holds
             raise DataError(f"{place}: {str(error)[:80]}") from error
     return tuple(files)
+
+
+def fitted(pictures: Sequence[bytes], least: int | None, most: int | None, where: str) -> tuple[bytes, ...]:
+    """``pictures``, those with fewer pixels than ``least`` made larger, and those with more than ``most`` smaller
+    (None: none is). Raises `DataError`, which says ``where`` they are."""
+    try:
+        return tuple(scaled(picture, least, most) for picture in pictures) if least or most else tuple(pictures)
+    except PictureError as error:
+        raise DataError(f"{where}: {error}") from error
+    except ImportError as error:
+        raise DataError(f"{where}: Pillow makes pictures smaller or larger; run: {install('pictures')}") from error
 
 
 def undecoded(rows: Any, column: str) -> Any:
@@ -102,9 +117,22 @@ def _as_words(message: Any) -> Any:
         return message
 
 
+def _decoded(text: str, where: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise DataError(f"{where} has bytes that are a text, and no base64: {error}") from error
+
+
 def _file_of(found: Any, beside: Sequence[Path], where: str) -> bytes:
     if isinstance(found, dict):
-        found = found.get("bytes") or found.get("path")
+        if "bytes" not in found and "path" not in found and "image" not in found:
+            raise DataError(
+                f"{where} is a map of {', '.join(map(str, found)) or 'nothing'}; it wants bytes, path or image"
+            )
+        if isinstance(found.get("bytes"), str):
+            found = {"bytes": _decoded(found["bytes"], where)}
+        found = found.get("bytes") or found.get("path") or found.get("image")
     if isinstance(found, os.PathLike):
         found = os.fspath(found)
     if hasattr(found, "save"):
@@ -118,6 +146,9 @@ def _file_of(found: Any, beside: Sequence[Path], where: str) -> bytes:
         raise DataError(
             f"{where} is {what}; it must be an image of a data set or of Pillow, the bytes of a file, or its path"
         )
+    if found.startswith("data:") and ";base64," in found[:LONGEST_PATH]:
+        return _decoded(found.partition(";base64,")[2], where)
+    found = found.removeprefix("file://")
     if len(found) > LONGEST_PATH:
         raise DataError(f"{where} is a text of {len(found)} characters, no path; keep its file, and give the path")
     if "://" in found or found.startswith("data:"):
@@ -128,7 +159,8 @@ def _file_of(found: Any, beside: Sequence[Path], where: str) -> bytes:
         raise DataError(f"{where}: {found} is a folder; name a file in it")
     if path is None:
         looked = f", also beside {', '.join(map(str, beside))}" if beside else ""
-        raise DataError(f"{where}: no such file: {found}{looked}")
+        shown = found if len(found) <= SHOWN else f"{found[:SHOWN]}… (base64 goes into a map, as its bytes)"
+        raise DataError(f"{where}: no such file: {shown}{looked}")
     content = path.read_bytes()
     if not content:
         raise DataError(f"{where}: {path} is empty")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import io
 from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
@@ -176,13 +175,6 @@ class PictureReader:
 
 
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "num_crops")
-
-
-@cache
-def blank_picture() -> bytes:
-    """A small one of one colour, as a file."""
-    _blank(TRIED[0]).save(file := io.BytesIO(), "PNG")
-    return file.getvalue()
 
 
 def _blank(size: tuple[int, int]) -> Any:

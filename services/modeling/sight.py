@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from penstock.protocols.experience import Trajectory
-from penstock.services.data.picture_files import PictureError
+from penstock.services.data.picture_files import PictureError, blank_picture
 from penstock.services.modeling.dtypes import DTYPES
-from penstock.services.modeling.pictures import PictureReader, blank_picture, placeholder
+from penstock.services.modeling.pictures import PictureReader, placeholder
+from penstock.services.modeling.pinned import to_device
 from penstock.services.modeling.tower_copy import TowerCopy
 from penstock.services.modeling.towers import towers
 from penstock.services.runtime.kept import Kept
@@ -69,12 +70,18 @@ class Sight:
         self._looking, self._dtype, self._device, self.learns = looking, dtype, device, learn
         self._reader: PictureReader | None = None
         self._found: Kept[_Found] = Kept(FOUND_BYTES, lambda found: found.nbytes)
+        self._blank: dict[str, torch.Tensor] | None = None
+        """What is given to the towers where rows show nothing."""
         self._shown: torch.Tensor | None = None
         """bool ``[rows, length]``: where rows show something, of the forward pass that was asked for last."""
 
     def forget(self) -> None:
         """What was found: the weights have changed."""
         self._found.clear()
+
+    def share(self, other: Sight) -> None:
+        """What either finds both remember: their towers are alike, whatever becomes of the weights."""
+        self._found = other._found
 
     def resting(self) -> list[torch.Tensor]:
         """Forgets what was found, which lies on the device; returns what else does, beside the model."""
@@ -134,7 +141,9 @@ class Sight:
     def nothing(self, tokens: torch.Tensor) -> dict[str, Any]:
         """As `inputs`, of rows of ``tokens`` ``[rows, length]`` that show nothing: towers that learn take part."""
         self._shown = torch.zeros_like(tokens, dtype=torch.bool)
-        return _told(self._looks([blank_picture()]), torch.zeros(0, dtype=torch.int64, device=tokens.device))
+        if self._blank is None:
+            self._blank = self._given([blank_picture()])
+        return _told(self._seen(self._blank, 1), torch.zeros(0, dtype=torch.int64, device=tokens.device))
 
     def check(self, tokens: np.ndarray, sampled: np.ndarray, pictures: Sequence[bytes]) -> None:
         """Raises `PictureError` where ``tokens``, less those that were ``sampled``, have more or fewer places than
@@ -163,17 +172,30 @@ class Sight:
         return found
 
     def _look(self, pictures: Sequence[bytes]) -> list[_Found]:
-        """By one call of the family's own code."""
+        """By one call of the family's own code. Raises `PictureError`."""
+        counts = map(self._seeing()[1].vectors, pictures) if len(pictures) > 1 else (1,)
+        return self._seen(self._given(pictures), *counts)
+
+    def _given(self, pictures: Sequence[bytes]) -> dict[str, torch.Tensor]:
+        """What the family's code is given for ``pictures``."""
         base, reader = self._seeing()
-        numbers = reader.numbers(*pictures)
         taken = inspect.signature(base.get_image_features).parameters
-        given = {name: self._placed(of) for name, of in numbers.items() if name in taken}
-        said = base.get_image_features(**given, return_dict=True)
+        return {name: self._placed(of) for name, of in reader.numbers(*pictures).items() if name in taken}
+
+    def _seen(self, given: dict[str, torch.Tensor], *counts: int) -> list[_Found]:
+        """What the towers find in what is ``given``, of pictures that have so many vectors each; of one whatever it
+        has."""
+        said = self._looking.base().get_image_features(**given, return_dict=True)
         every = _flat(said.pooler_output)
-        counts = [reader.vectors(picture) for picture in pictures] if len(pictures) > 1 else [len(every)]
+        if len(counts) == 1:
+            counts = (len(every),)
+        elif sum(counts) != len(every):
+            raise PictureError(
+                f"{self._key}: {self._path} makes {len(every)} vectors of pictures of {list(counts)} tokens"
+            )
         layers = getattr(said, "deepstack_features", None)
-        deep = None if layers is None else [_flat(layer).split(counts) for layer in layers]
-        grids, listed = numbers.get("image_grid_thw"), not isinstance(said.pooler_output, torch.Tensor)
+        deep = None if layers is None else [_flat(layer).split(list(counts)) for layer in layers]
+        grids, listed = given.get("image_grid_thw"), not isinstance(said.pooler_output, torch.Tensor)
         return [
             _Found(
                 vectors,
@@ -181,11 +203,12 @@ class Sight:
                 None if deep is None else tuple(layer[number] for layer in deep),
                 None if grids is None else grids[number : number + 1],
             )
-            for number, vectors in enumerate(every.split(counts))
+            for number, vectors in enumerate(every.split(list(counts)))
         ]
 
     def _placed(self, values: torch.Tensor) -> torch.Tensor:
-        return values.to(self._device, self._dtype if values.is_floating_point() else None)
+        there = to_device(values, self._device)
+        return there.to(self._dtype) if values.is_floating_point() else there
 
     def _seeing(self) -> tuple[Any, PictureReader]:
         self._reader = self._reader or PictureReader(self._path, key=self._key)

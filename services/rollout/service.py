@@ -382,15 +382,16 @@ def make_engine(
     if isinstance(engine, TorchEngineConfig):
         from penstock.services.rollout.engines.torch.engine import TorchEngine
 
-        return TorchEngine(engine, whole, dtype, stop_ids, lambda ids: text.decode([ids])[0], head_dtype, model_path)
+        return TorchEngine(
+            engine, whole, dtype, stop_ids, lambda ids: text.decode([ids])[0], head_dtype, model_path, towers_learn
+        )
     if isinstance(engine, VllmEngineConfig):
         from penstock.services.rollout.engines.vllm.engine import VllmEngine
 
-        sampling = config.sampling.training()
         beside = adapter_rank if engine.adapter == "beside" else 0
         return VllmEngine(
-            engine, model_config, model_path, dtype, stop_ids, sampling, config.threads, sleeps, beside, head_dtype,
-            text.pictures if pictures else None, towers_learn,
+            engine, model_config, model_path, dtype, stop_ids, config.sampling.training(), config.threads, sleeps,
+            beside, head_dtype, text.pictures if pictures else None, towers_learn,
         )  # fmt: skip
     found = next(iter(entry_points(group="penstock.engines", name=engine.name)), None)
     if found is None and ":" not in engine.name:

@@ -51,8 +51,8 @@ class TrainerConfig(LearnerConfig):
     What sees pictures stands still by itself, unless `train_towers`."""
     train_towers: bool = False
     """What sees pictures learns too, e.g. ``true``: the towers of a model of words and pictures, all or as `freeze`
-    leaves them (``["model.visual.blocks.*"]``: what fits their findings to the decoder learns alone). Each rank looks
-    at a micro-batch's pictures in each pass, and rollouts at theirs with each version. See docs/models.md."""
+    leaves them. Each rank looks at a micro-batch's pictures in each pass, and rollouts at theirs with each version. See
+    docs/models.md."""
     steps: int | None = Field(100, ge=0)
     """Training steps; each yields a version. 0: the model is evaluated, and nothing is trained. null: as many as
     `prompts.epochs` makes of `prompts.train`, counted when the run begins; the run's own config.yaml has the number."""
@@ -82,6 +82,11 @@ class TrainerConfig(LearnerConfig):
                 "a number, e.g. 100"
             )
         return self.steps
+
+    @property
+    def wants_whole(self) -> bool:
+        """What it trains no adapter does."""
+        return bool(self.freeze or self.train_towers)
 
     @property
     def sends_adapter(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from penstock.pipeline.preflight.unshown import look_at_rows
 from penstock.protocols.experience import PICTURE, Prompt
 from penstock.services.data import DataError, open_source, written
 from penstock.services.data.config import CustomData, HubData, MixData
-from penstock.services.data.picture_files import open_picture
+from penstock.services.data.picture_files import open_picture, size_of
 from tests import shown
 
 RED, GREEN = (shown.picture(shown.COLOURS[name]) for name in "rg")
@@ -43,6 +44,29 @@ def test_files_are_looked_for_beside_the_data(tmp_path: Path) -> None:
     assert rows[0].truth == {"prompt": "what is it?"}, "no reward is handed pictures with the row"
     plain = in_json(tmp_path, {"prompt": "what?", "images": [str(tmp_path / "red.png")]}, chat=False)
     assert plain[0].text == f"{PICTURE}what?" and plain[0].pictures == (RED,)
+
+
+def test_files_may_be_told_in_other_ways(tmp_path: Path) -> None:
+    text = base64.b64encode(RED).decode()
+    told: list[Any] = [{"image": "red.png"}, {"image": "file://red.png"}, {"bytes": text, "path": "gone.png"}]
+    told.append(f"data:image/png;base64,{text}")
+    for number, each in enumerate(told):
+        assert in_json(tmp_path, {"prompt": "what?", "images": each})[0].pictures == (RED,), number
+
+
+def test_pictures_are_made_smaller_or_larger_in_their_own_proportions(tmp_path: Path) -> None:
+    (tmp_path / "wide.png").write_bytes(wide := shown.picture(shown.COLOURS["r"], (400, 100)))
+    row = {"prompt": "what?", "images": ["wide.png"]}
+    (same,) = in_json(tmp_path, row, max_pixels=40_000, min_pixels=40_000)[0].pictures
+    assert same == wide, "as it is"
+    for how, size in (({"max_pixels": 10_001}, (200, 50)), ({"min_pixels": 160_000}, (800, 200))):
+        (fitted,) = in_json(tmp_path, row, **how)[0].pictures
+        assert size_of(fitted) == size
+    (tmp_path / "cut.png").write_bytes(wide[:60])
+    with pytest.raises(DataError, match="row 0: images: .* cannot be read to its end"):
+        in_json(tmp_path, row | {"images": ["cut.png"]}, max_pixels=9)[0]
+    with pytest.raises(ValueError, match="min_pixels=9 is above max_pixels=4; swap them"):
+        in_json(tmp_path, row, max_pixels=4, min_pixels=9)
 
 
 def test_chats_show_pictures_where_their_parts_say_or_before_the_users_first_words(tmp_path: Path) -> None:
@@ -77,6 +101,9 @@ def test_images_of_a_data_set_stay_the_files_that_they_were(tmp_path: Path, seve
         ([7], "picture 0 is a number"),
         (["A" * 5000], "picture 0 is a text of 5000 characters, no path"),
         (["A" * 4000], "picture 0: .*File name too long"),
+        (["A" * 240], "no such file: A{200}… \\(base64 goes into a map, as its bytes\\)"),
+        ([{"bytes": "red.png"}], "picture 0 has bytes that are a text, and no base64: "),
+        ([{"url": "red.png"}], "picture 0 is a map of url; it wants bytes, path or image"),
         (["red.png", "green.png"], "row 0: its words have 1 times <image>, and its pictures are 2"),
     ],
 )

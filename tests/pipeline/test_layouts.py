@@ -213,3 +213,12 @@ def test_where_one_reference_is_all_that_there_is_room_for_it_is_named() -> None
 
 def test_a_response_has_a_length() -> None:
     assert CliRunner().invoke(app, ["plan", str(BIG), "--gpus", "8xH100", "--length", "-5"]).exit_code == 2
+
+
+@pytest.mark.parametrize("given", ["trainer.freeze=['*.layers.?.*']", "trainer.train_towers=true"])
+def test_no_adapter_is_proposed_beside_what_none_trains(given: str) -> None:
+    file = Path("configs/geometry3k.yaml")
+    _, plain = searched([], "8xH100", file)
+    _, whole = searched([given], "8xH100", file)
+    assert {layout.trainer.lora is None for layout in plain} == {True, False}
+    assert whole and all(layout.trainer.lora is None for layout in whole)

@@ -16,6 +16,7 @@ from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.rank_setup import load_policy
+from tests import families
 from tests.trainer.rank_program import a_mixture, a_model
 from tests.trainer.steps import Tokenizer, a_step
 
@@ -59,6 +60,14 @@ def test_a_stage_in_which_nothing_learns_is_named_before_a_run(tmp_path: Path) -
     check(lower, 1)
     with pytest.raises(SetupError, match=r"nothing in layers 0 to 1, .* trainer.pipeline_parallel=2"):
         check(lower, 2)
+
+
+def test_towers_that_learn_and_are_all_frozen_are_refused(tmp_path: Path) -> None:
+    families.write("qwen3_vl", tmp_path)
+    trainer = {"train_towers": True, "freeze": ["model.visual.blocks.*", "model.visual.p*_embed.*"]}
+    _check_frozen(str(tmp_path), TrainerConfig.model_validate(trainer))  # the mergers learn
+    with pytest.raises(SetupError, match="trainer.freeze leaves nothing of the towers that trainer.train_towers"):
+        _check_frozen(str(tmp_path), TrainerConfig.model_validate(trainer | {"freeze": ["model.visual.*"]}))
 
 
 def test_what_is_tied_and_stands_still_is_saved_once(tmp_path: Path) -> None:

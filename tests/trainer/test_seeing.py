@@ -17,6 +17,7 @@ from penstock.services.data.picture_files import PictureError, open_picture, siz
 from penstock.services.modeling.load import load_config, load_model
 from penstock.services.modeling.logprobs import layout_of, logprobs
 from penstock.services.modeling.packing import Layout, by_trajectory, plan_passes, plan_rows
+from penstock.services.modeling.parallel import start
 from penstock.services.modeling.parallel.fsdp import forward, full
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.pictures import PictureReader, placeholder
@@ -210,10 +211,13 @@ def test_a_trainers_gradient_is_that_of_the_familys_own_code(
 
 
 @pytest.mark.parametrize("family", seeing.SHOWN)
-def test_towers_that_learn_are_cut_and_see_in_16_bits_as_those_that_stand_still(family: str, tmp_path: Path) -> None:
+def test_towers_that_learn_are_cut_and_see_in_16_bits_as_those_that_stand_still(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seeing.write(family, tmp_path)
     path, whole = str(tmp_path), load_model(str(tmp_path), "float32", CPU)
     trajectories = sampled(tmp_path, [PROMPTS[0], PROMPTS[2]], whole)
+    monkeypatch.delattr(start, "load_model")  # nobody needs all of it on the host
     still, learns = (
         load_policy(path, path, World(CPU), "bfloat16", TrainerConfig(train_towers=learns)) for learns in (False, True)
     )

@@ -30,7 +30,7 @@ from penstock.services.modeling.load import (
 from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.parallel.fsdp import block_of, shard
 from penstock.services.modeling.parallel.world import World
-from penstock.services.modeling.towers import freeze_towers
+from penstock.services.modeling.towers import freeze_towers, towers
 from penstock.services.modeling.values import value_heads
 from penstock.services.modeling.weight_files import WeightFiles
 
@@ -96,10 +96,13 @@ def _begun(model: Any, adapter: Adapter | None, beside: dict[str, bytes]) -> Any
 
 
 def _buffers_are_known(model: Any, files: WeightFiles) -> bool:
-    """Each buffer is in the files, or is one that transformers computes from the config."""
+    """Each buffer is in the files, or is one that transformers computes from the config, or of a tower that stands
+    still, where nothing is computed."""
+    still = [tower for tower in towers(model).values() if not any(each.requires_grad for each in tower.parameters())]
+    unused = {id(module) for tower in still for module in tower.modules()}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            known = _is_computed(module)
+            known = _is_computed(module) or (id(module) in unused and name in module._non_persistent_buffers_set)
             if f"{prefix}.{name}".lstrip(".") not in files and not known:
                 log.warning("unknown buffer", name=f"{prefix}.{name}", shape=tuple(buffer.shape))
                 return False

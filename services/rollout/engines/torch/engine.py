@@ -75,14 +75,14 @@ class TorchEngine:
     """`base.Engine` over whatever `fitting.fitting_model` gives.
 
     ``stop_ids`` end a sequence; ``decode`` turns token ids into text, for requests with stop texts; ``head_dtype`` is
-    that of the logits, None: the model's.
+    that of the logits, None: the model's. Where it ``sees_anew``, towers are those of each version.
     """
 
     remote = False
 
     def __init__(
         self, config: TorchEngineConfig, model_config: Any, dtype: str, stop_ids: set[int],
-        decode: Callable[[Any], str], head_dtype: str | None = None, path: str | None = None,
+        decode: Callable[[Any], str], head_dtype: str | None = None, path: str | None = None, sees_anew: bool = False,
     ) -> None:  # fmt: skip
         self.version = -1
         self._capacity = config.max_sequences
@@ -91,7 +91,7 @@ class TorchEngine:
         self._length = min(config.max_length, positions_of(model_config) or config.max_length)
         self._model = fitting_model(model_config, self._capacity, self._length, DTYPES[dtype], self.device, head_dtype)
         self._blind = f"the prompt shows pictures, and a {model_config.model_type} sees none; take a model that does"
-        if path and isinstance(self._model, HostedModel) and self._model.see(path, dtype):
+        if path and isinstance(self._model, HostedModel) and self._model.see(path, dtype, sees_anew):
             self._blind = ""
         self._vocabulary = model_config.get_text_config().vocab_size
         self._stop_ids = np.array(sorted(stop_ids), np.int32)

@@ -26,11 +26,18 @@ class TransformersModel:
         self._device = device
         self._spare = [self._make(config, dtype, head_dtype) for _ in range(2)]
         self._weights: Any = None
+        self._sees_anew = False
         self._recorders = [Recorder(model) for model in self._spare]
 
-    def see(self, path: str, dtype: str) -> bool:
-        """From now on prompts may show pictures, which the model at ``path`` sees; False: it does not."""
-        return all(give_sight(model, path, dtype, self._device) for model in self._spare)
+    def see(self, path: str, dtype: str, towers_learn: bool = False) -> bool:
+        """From now on prompts may show pictures, which the model at ``path`` sees, by each version otherwise where its
+        ``towers_learn``; False: it does not."""
+        self._sees_anew = towers_learn
+        if not all(give_sight(model, path, dtype, self._device) for model in self._spare):
+            return False
+        if not towers_learn:
+            self._spare[1].penstock_sight.share(self._spare[0].penstock_sight)
+        return True
 
     @property
     def weights(self) -> Any:
@@ -39,8 +46,8 @@ class TransformersModel:
 
     @weights.setter
     def weights(self, prepared: Any) -> None:
-        self._weights = prepared
-        for model in self._spare:  # towers may be those of another version now
+        first, self._weights = self._weights is None, prepared
+        for model in self._spare if first or self._sees_anew else ():  # before the first version they are of nobody
             forget_seen(model)
 
     @property
