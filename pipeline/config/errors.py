@@ -74,7 +74,9 @@ def _meant(data: Any, path: list[Any]) -> str:
         return f"it belongs to {' or '.join(kinds)}"
     known = sorted({name for model in _sections(data, path[:-1]) for name in model.model_fields})
     near = closest(last, known)
-    if near and (near.startswith(last) or difflib.SequenceMatcher(None, last, near).ratio() > ALIKE):
+    if near and (
+        near.startswith(last) or near.endswith(f"_{last}") or difflib.SequenceMatcher(None, last, near).ratio() > ALIKE
+    ):
         return nearest(last, known)
     if elsewhere := same_name(dotted)[:MOST_MEANT]:
         return f"did you mean {' or '.join(elsewhere)}?"

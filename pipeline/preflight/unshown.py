@@ -15,8 +15,8 @@ def look_at_rows(
     source: DataConfig, key: str, prompts: Sequence[Prompt], usable: Sequence[Prompt], report: Report
 ) -> None:
     """Adds to ``report`` what is found in the ``usable`` ones of the first of ``prompts``, which are those of the
-    ``source`` at ``key``, of a mixture in those of each part: where all speak of pictures, the run cannot work; of a
-    user's own function it may."""
+    ``source`` at ``key``, of a mixture in those of each part: where most speak of pictures, the run cannot work; of
+    a user's own function it may."""
     if isinstance(source, MixData) and isinstance(prompts, Mixture):
         for name, part in source.sources.items():
             own = [prompt for prompt in usable if prompt.source == name]
@@ -31,7 +31,7 @@ def look_at_rows(
             f"{key}: {len(blind)} of the first {len(usable)} rows have {PICTURE} in their words and show no picture, "
             f"e.g. row {blind[0].index}; {remedy}"
         )
-        if len(blind) == len(usable) and word:
+        if 2 * len(blind) > len(usable) and word:
             report.problems.append(words + word)
         else:
             report.notes.append(words)

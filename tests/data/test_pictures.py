@@ -176,6 +176,15 @@ def test_the_remedy_for_blind_rows_is_that_of_their_source(tmp_path: Path) -> No
     assert "give them as penstock.Prompt(…, pictures=(bytes, …)), and set pictures: true" in report.notes[0]
 
 
+@pytest.mark.parametrize(("seeing", "ends"), [(1, True), (2, False)])
+def test_nothing_starts_where_most_rows_are_blind(seeing: int, ends: bool, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{PICTURE} what?"}] * 2 + [{"prompt": "what?"}] * seeing
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"truth": "1"}) + "\n" for row in rows))
+    source = open_source(config := HubData(path="json", files=[str(tmp_path / "rows.jsonl")], truth_key="truth"))
+    look_at_rows(config, "prompts.train", source, list(source), report := Report())
+    assert [bool(report.problems), bool(report.notes)] == [ends, not ends]
+
+
 def blind() -> list[Prompt]:
     """Rows of a user's own."""
     return [Prompt(index=0, text=f"{PICTURE} what?")]

@@ -76,6 +76,7 @@ def test_shipped_configs_survive_a_round_trip(path: Path) -> None:
         ("trainer.algorithm.loss=gspo", "trainer.algorithm.loss: 'gspo' is no section; give {type: gspo}"),
         ("gate=3", "gate: 3 is no section; give keys and values, such as {max_lag: …}"),
         ("run.name=with space", "run.name: 'with space' is no name: give letters, digits, ., _ and - alone"),
+        ("rollout.environment={environment: tools, turns: 2}", "turns: unknown key; did you mean 'max_turns'?"),
         ("gatee.max_lag=1", "gatee: unknown key; did you mean 'gate'?"),
         ("rollout.engine.max_seqs=1", "rollout.engine.max_seqs: unknown key; did you mean 'max_sequences'?"),
         ("trainer.algorithm.loss.clip=1", "trainer.algorithm.loss.clip: unknown key; did you mean 'clip_"),
