@@ -119,17 +119,14 @@ def _check_mixes(policy: str, path: str) -> None:
 def _check_frozen(path: str, trainer: TrainerConfig) -> None:
     """Raises `SetupError` where a pattern of what is frozen fits nothing, or they leave nothing in one of the
     stages."""
-    from penstock.services.modeling.freezing import freeze
+    from penstock.services.modeling.freezing import freeze_all
     from penstock.services.modeling.load import empty_model
-    from penstock.services.modeling.towers import freeze_towers, towers
+    from penstock.services.modeling.towers import learns, towers
 
     stages = trainer.pipeline_parallel
     if trainer.freeze:
-        model, seeing = empty_model(path), trainer.train_towers
-        if not seeing:
-            freeze_towers(model)
-        freeze(model, trainer.freeze)
-        if seeing and not any(each.requires_grad for tower in towers(model).values() for each in tower.parameters()):
+        freeze_all(model := empty_model(path), trainer.freeze, trainer.train_towers)
+        if trainer.train_towers and not any(map(learns, towers(model).values())):
             raise SetupError(
                 "trainer.freeze leaves nothing of the towers that trainer.train_towers trains; name fewer, or set that "
                 "to false"

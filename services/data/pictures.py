@@ -126,7 +126,7 @@ def _decoded(text: str, where: str) -> bytes:
 
 def _file_of(found: Any, beside: Sequence[Path], where: str) -> bytes:
     if isinstance(found, dict):
-        if "bytes" not in found and "path" not in found and "image" not in found:
+        if not {"bytes", "path", "image"} & found.keys():
             raise DataError(
                 f"{where} is a map of {', '.join(map(str, found)) or 'nothing'}; it wants bytes, path or image"
             )

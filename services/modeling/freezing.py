@@ -6,9 +6,17 @@ from collections.abc import Sequence
 from fnmatch import filter as matching
 from typing import Any
 
+from penstock.services.modeling.towers import freeze_towers
 from penstock.services.runtime.errors import SetupError
 
 SHOWN = 4
+
+
+def freeze_all(model: Any, patterns: Sequence[str], sight_learns: bool) -> None:
+    """What stands still in a run: as `freeze`, and the towers unless the model's ``sight_learns``."""
+    if not sight_learns:
+        freeze_towers(model)
+    freeze(model, patterns)
 
 
 def freeze(model: Any, patterns: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.pictures import PictureReader, placeholder
 from penstock.services.modeling.pinned import to_device
 from penstock.services.modeling.tower_copy import TowerCopy
-from penstock.services.modeling.towers import towers
+from penstock.services.modeling.towers import learns, towers
 from penstock.services.runtime.kept import Kept
 
 FOUND_BYTES = 512 << 20
@@ -265,7 +265,7 @@ def give_sight(model: Any, path: str, dtype: str, device: torch.device, key: str
 
 def give_learners_sight(model: Any, path: str, dtype: str, device: torch.device) -> None:
     """As `give_sight`, to one that is trained, which may be cut, and which began as what lies at ``path``."""
-    learn = any(parameter.requires_grad for tower in towers(model).values() for parameter in tower.parameters())
+    learn = any(map(learns, towers(model).values()))
     looking: Looking = _Own(model) if learn else TowerCopy(path, DTYPES[dtype], device)
     _attach(model, path, looking, dtype, device, learn=learn)
 

@@ -28,13 +28,17 @@ def towers(model: Any) -> dict[str, nn.Module]:
     return {f"{prefix}{name}": child for name, child in beside.items() if any(True for _ in child.parameters())}
 
 
+def learns(tower: nn.Module) -> bool:
+    """Some of ``tower`` is trained."""
+    return any(parameter.requires_grad for parameter in tower.parameters())
+
+
 def tower_blocks(tower: nn.Module) -> list[nn.Module]:
     """Where ``tower`` learns, the layers that it has one after the other."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    if not any(parameter.requires_grad for parameter in tower.parameters()):
-        return []
-    return [module for module in tower.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = (module for module in tower.modules() if isinstance(module, GradientCheckpointingLayer))
+    return [*layers] if learns(tower) else []
 
 
 def freeze_towers(model: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from penstock.protocols.experience import PICTURE, Group, Prompt, Sampling, Trajectory
 from penstock.services.data.picture_files import PictureError, open_picture, size_of
-from penstock.services.modeling.load import load_config, load_model
+from penstock.services.modeling.load import empty_model, load_config, load_model
 from penstock.services.modeling.logprobs import layout_of, logprobs
 from penstock.services.modeling.packing import Layout, by_trajectory, plan_passes, plan_rows
 from penstock.services.modeling.parallel import start
@@ -24,6 +24,7 @@ from penstock.services.modeling.pictures import PictureReader, placeholder
 from penstock.services.modeling.sight import check_shown, give_sight
 from penstock.services.modeling.towers import towers
 from penstock.services.modeling.version_weights import version_of
+from penstock.services.modeling.weight_files import WeightFiles
 from penstock.services.reference.config import ReferenceConfig
 from penstock.services.reference.service import Reference
 from penstock.services.rollout.config import TorchEngineConfig
@@ -230,6 +231,16 @@ def test_towers_that_learn_are_cut_and_see_in_16_bits_as_those_that_stand_still(
     sees = [(name, each) for tower in towers(learns).values() for name, each in tower.named_parameters()]
     used = [full(each.grad) for name, each in sees if not name.startswith("head.")]  # which SigLIP has for others
     assert used and all(each.dtype == torch.float32 and each.isfinite().all() for each in used)
+
+
+def test_what_towers_that_stand_still_would_compute_with_need_not_be_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeing.write("gemma3", tmp_path)
+    monkeypatch.setattr(start, "_counts_places", lambda module: False)  # as of a family that nobody knows
+    model = empty_model(str(tmp_path))
+    with WeightFiles(tmp_path, model) as files:
+        assert [start._buffers_are_known(model, files, learns) for learns in (False, True)] == [True, False]
 
 
 def test_a_reference_that_is_refreshed_sees_by_its_version(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from penstock.services.modeling import lora
 from penstock.services.modeling.files_beside import read_beside
 from penstock.services.modeling.four_bit import FourBitLinear
-from penstock.services.modeling.freezing import freeze
+from penstock.services.modeling.freezing import freeze_all
 from penstock.services.modeling.load import (
     Head,
     ModelError,
@@ -30,7 +30,7 @@ from penstock.services.modeling.load import (
 from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.parallel.fsdp import block_of, shard
 from penstock.services.modeling.parallel.world import World
-from penstock.services.modeling.towers import freeze_towers, towers
+from penstock.services.modeling.towers import towers
 from penstock.services.modeling.values import value_heads
 from penstock.services.modeling.weight_files import WeightFiles
 
@@ -54,7 +54,7 @@ def load_trainable(
     new = new if head == "value" else set()
     with WeightFiles(folder, model) as files:
         missing = [name for name, _ in model.named_parameters() if name not in files and name not in new]
-        if not missing and not own and _buffers_are_known(model, files):
+        if not missing and not own and _buffers_are_known(model, files, sight_learns):
             _prepare(model, adapter, path, dtype, frozen, sight_learns)
             shard(model, world, dtype, offload)
             _materialize(model, device, torch.device("cpu") if offload else device)
@@ -76,9 +76,7 @@ def load_trainable(
 def _prepare(
     model: Any, adapter: Adapter | None, path: str, dtype: str, frozen: Sequence[str], sight_learns: bool
 ) -> None:
-    if not sight_learns:
-        freeze_towers(model)
-    freeze(model, frozen)
+    freeze_all(model, frozen, sight_learns)
     if adapter is not None:
         if dtype == "bfloat16":
             whole = {id(parameter) for head in value_heads(model).values() for parameter in head.parameters()}
@@ -95,10 +93,10 @@ def _begun(model: Any, adapter: Adapter | None, beside: dict[str, bytes]) -> Any
     return model
 
 
-def _buffers_are_known(model: Any, files: WeightFiles) -> bool:
-    """Each buffer is in the files, or is one that transformers computes from the config, or of a tower that stands
-    still, where nothing is computed."""
-    still = [tower for tower in towers(model).values() if not any(each.requires_grad for each in tower.parameters())]
+def _buffers_are_known(model: Any, files: WeightFiles, sight_learns: bool) -> bool:
+    """Each buffer is in the files, or is one that transformers computes from the config, or of a tower, where nothing
+    is computed unless its ``sight_learns``."""
+    still = [] if sight_learns else towers(model).values()
     unused = {id(module) for tower in still for module in tower.modules()}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

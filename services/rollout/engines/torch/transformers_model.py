@@ -20,7 +20,7 @@ from penstock.services.rollout.engines.base import Request, RequestError
 
 
 class TransformersModel:
-    """Raises `ModelError` where a version does not fit."""
+    """Pictures are seen by the towers of the copy that serves."""
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device, head_dtype: str | None) -> None:
         self._device = device
