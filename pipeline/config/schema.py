@@ -19,6 +19,7 @@ from penstock.pipeline.config.lora import check_lora
 from penstock.pipeline.config.programs import ProgramConfig
 from penstock.pipeline.config.reference import check_reference
 from penstock.pipeline.config.sources import check_sources
+from penstock.pipeline.config.updates import check_updates, given_by_trainer
 from penstock.protocols.columns import REFERENCE, VALUES, ColumnTable
 from penstock.protocols.experience import Sampling
 from penstock.protocols.versions import Dtype
@@ -324,7 +325,7 @@ class Config(Section):
             return data
         if rollout.get("environment") or gateway.get("count"):
             data = {**data, "reward": {"functions": [{"function": ENVIRONMENT}], **reward}}
-        return given_by_preset(data)
+        return given_by_preset(given_by_trainer(data))
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -339,12 +340,7 @@ class Config(Section):
                 "correction={type: none}"
             )
         check_evaluation(self)
-        for key, learner in (("trainer", self.trainer), ("critic", self.critic)):
-            if learner.mini_batches > self.gate.groups_per_step:
-                raise ValueError(
-                    f"{key}.mini_batches={learner.mini_batches} is more than gate.groups_per_step="
-                    f"{self.gate.groups_per_step}: each is made of whole groups"
-                )
+        check_updates(self)
         if sampling.n == 1 and self.replay.filter.type == "zero_variance":
             raise ValueError(
                 "replay.filter=zero_variance drops every group of one answer; set it to none, or rollout.sampling.n "

@@ -37,6 +37,11 @@ class CriticConfig(LearnerConfig):
     knows nothing yet unlearns. The policy's learning rate warms up behind them."""
     clip: float = Field(0.2, gt=0)
     """A value moves by at most so much in a step: beyond, the loss has no gradient (Schulman et al. 2017)."""
+    epochs: int = Field(1, ge=1)
+    """How often a step's groups are learned from, e.g. ``2``; where nothing is said, as often as `trainer.epochs`."""
+    mini_batches: int = Field(1, ge=1)
+    """Updates in an epoch, e.g. ``4``: the step's groups are dealt into so many parts, each an optimizer step. Where
+    nothing is said, as many as `trainer.mini_batches`."""
     gamma: float | None = Field(None, ge=0, le=1)
     """Discount a token of the returns that it learns, e.g. ``0.99``; null: the advantage's own, or 1."""
     lam: float | None = Field(None, ge=0, le=1)

@@ -176,6 +176,20 @@ def test_a_section_given_by_its_type_alone_may_be_given_more() -> None:
     assert read.replay.filter == VarianceFilter(column="reward/exact_match")
 
 
+def test_a_critic_that_says_nothing_else_learns_as_often_as_the_trainer() -> None:
+    def updates(*overrides: str) -> tuple[int, int]:
+        critic = load(QUICKSTART, ["trainer.algorithm.preset=ppo", "trainer.mini_batches=4", *overrides]).critic
+        return critic.epochs, critic.mini_batches
+
+    assert updates() == (1, 4)
+    assert updates("trainer.epochs=3", "critic.mini_batches=2", "critic.warmup_steps=5") == (3, 2)
+    assert updates("trainer.epochs=3", "critic.epochs=1") == (1, 4)
+    again = parse(yaml.safe_load(dump(load(QUICKSTART, ["trainer.mini_batches=4", "critic.mini_batches=1"]))))
+    assert again.critic.mini_batches == 1, "of a run that goes on"
+    with pytest.raises(ConfigError, match="^trainer.epochs: .*got 'many'$"):
+        updates("trainer.epochs=many")
+
+
 def test_numbers_are_read_as_people_write_them() -> None:
     read = load(QUICKSTART, ["trainer.steps=010", "trainer.optimizer.lr=1e-6", "run.seed=1_000"])
     assert (read.trainer.steps, read.trainer.optimizer.lr, read.run.seed) == (10, 1e-6, 1000)
