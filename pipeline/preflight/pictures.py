@@ -75,8 +75,6 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"model.type: a tiny model sees nothing, and {by}; take a pretrained one that sees"
     if config.gateway.count and not config.gateway.pictures:
         yield "gateway.pictures: it is false, and tasks show pictures, which agents are to show on; set it to true"
-    if config.with_critic:
-        yield f"trainer.algorithm.advantage: {by}, which no critic sees; take one without, e.g. grpo"
     if isinstance(engine, PluginEngineConfig):
         yield f"rollout.engine.name: {engine.name} is handed none, and {by}; use rollout.engine.type=torch or vllm"
     if isinstance(engine, VllmEngineConfig) and engine.vllm.get("language_model_only"):

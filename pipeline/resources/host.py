@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.pipeline.config import Config
-from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.model_shape import critic_shape, shape_of
 from penstock.pipeline.resources.placement import sharers
 from penstock.pipeline.resources.trainer_memory import (
     GIB,
@@ -179,8 +179,8 @@ def host_needs(config: Config) -> HostNeeds | None:
     resting = 0.0
     if config.run.colocated:
         resting = codes + (0.0 if config.trainer.offload else copies * (state + towers) + frozen)
-    others = [shape_of(config, path) or shape for path in (config.reference.path, config.critic.path)]
-    reference, learned = _version(others[0]), others[1]
+    reference = _version(shape_of(config, config.reference.path) or shape)
+    learned = critic_shape(config) or shape
     shares = config.run.colocated and shares_devices(config)
     critic, of_critic = _critic(learned, config.critic, shares) if config.with_critic else (0.0, 0.0)
     scorers = sum(scorer.count * _asleep(config, scorer) for scorer in config.scorers.values() if not scorer.own_gpus)
@@ -214,9 +214,10 @@ def _critic(shape: Shape, critic: CriticConfig, rests: bool) -> tuple[float, flo
     trained = shape.adapter(lora.rank, lora.targets, lora.exclude) if lora else shape.parameters
     state = state_bytes(critic.optimizer, trained, 0 if lora else shape.ends)
     frozen, codes = frozen_bytes(shape, critic)
-    kept = critic.offload * (critic.replicas * (state + 4 * trained) + frozen)
+    towers = (shape.learned_bytes if lora else 4) * shape.towers
+    kept = critic.offload * (critic.replicas * (state + 4 * trained + towers) + frozen)
     if rests:
-        kept += codes + (not critic.offload) * (critic.replicas * state + frozen)
+        kept += codes + (not critic.offload) * (critic.replicas * (state + towers) + frozen)
     return state / GIB, kept / GIB
 
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from penstock.pipeline.config import Config, ConfigError, TinyModel
 from penstock.pipeline.resources.gpus import total_gpus
-from penstock.pipeline.resources.model_shape import shape_of, tiny_shape
+from penstock.pipeline.resources.model_shape import critic_shape, shape_of, tiny_shape
 from penstock.pipeline.resources.readers import readers_each, reference_gib, scorer_gib, shorter, uncounted
 from penstock.pipeline.resources.trainer_memory import (
     GIB,
@@ -95,7 +95,7 @@ def too_large(config: Config, room: float | None) -> list[str]:
                 "cut; take a smaller model"
             )
     if config.with_critic and (need := critic_gib(config, room) or 0.0) > room:
-        spared = _spared_by("critic", config.critic, shape_of(config, config.critic.path))
+        spared = _spared_by("critic", config.critic, critic_shape(config))
         problems.append(
             f"critic.ranks={config.critic.ranks}: about {need:.0f} GiB a rank do not fit GPUs of {room:.3g} GiB; "
             f"take more ranks, {spared}, or a smaller model (critic.path)"
@@ -109,7 +109,7 @@ def _check_learners(config: Config, policy: Shape | None, found: Plan) -> None:
         policy = tiny_shape(config.model)
     if policy:
         found.problems += _undealt("trainer", config.trainer, policy)
-    critic = shape_of(config, config.critic.path) if config.critic.path else policy
+    critic = critic_shape(config) if config.critic.path else policy
     if config.with_critic and critic:
         found.problems += _undealt("critic", config.critic, critic)
 
@@ -276,7 +276,7 @@ def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> N
     if critics and (need := critic_gib(config, room)):
         found.lines.append(f"at work: the critic beside who sleeps, {need + sleepers:.1f} GiB of each GPU")
         if need <= room < need + sleepers:
-            of_critic = shape_of(config, config.critic.path)
+            of_critic = critic_shape(config)
             found.problems.append(
                 f"run.placement=colocated: a critic's rank beside who sleeps takes {need + sleepers:.0f} GiB of a "
                 f"GPU's {room:g}; take {_spared_by('critic', config.critic, of_critic)}, or critic.own_gpus=true"
@@ -336,7 +336,7 @@ def critics_each(config: Config) -> int:
 def critic_gib(config: Config, gpu_gib: float | None) -> float | None:
     """GiB of one of a critic's ranks at its peak: a trainer's; its head is smaller, which is not counted. None where
     the sizes of its model are not known here."""
-    shape = shape_of(config, config.critic.path)
+    shape = critic_shape(config)
     return None if shape is None else trainer_gib(shape, critic_of(config), gpu_gib, "nothing")
 
 

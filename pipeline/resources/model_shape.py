@@ -35,6 +35,12 @@ def shape_of(config: Config, model: str | None = None) -> Shape | None:
     return replace(shape, dtype=config.model.dtype, towers=towers, sees=config.show_pictures, longest=longest)
 
 
+def critic_shape(config: Config) -> Shape | None:
+    """As `shape_of`, of a critic, whose towers stand still whatever the policy's do."""
+    shape = shape_of(config, config.critic.path)
+    return shape and replace(shape, learned_towers=0)
+
+
 @lru_cache(maxsize=8)
 def _towers(folder: Path, frozen: tuple[str, ...] = ()) -> int:
     """Parameters of the towers of the model whose config.json lies in ``folder``, but those that are ``frozen``; 0

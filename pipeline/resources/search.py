@@ -28,7 +28,7 @@ from penstock.pipeline.resources.memory import (
     too_large,
     trainer_of,
 )
-from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.model_shape import critic_shape, shape_of
 from penstock.pipeline.resources.placement import sharers
 from penstock.pipeline.resources.readers import readers_each
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, forward_s, rest_s, switch_s, train_s
@@ -164,7 +164,7 @@ def unsearched(config: Config, device: Device) -> str | None:
 def critic_times(config: Config, load: Load, device: Device) -> tuple[float, float]:
     """Seconds of a step until the critic has said its values, and more until it has learned from it, which it does
     beside the trainer; zeros where there is none, or the sizes of its model are not known here."""
-    shape = shape_of(config, config.critic.path) if config.with_critic else None
+    shape = critic_shape(config) if config.with_critic else None
     if shape is None:
         return 0.0, 0.0
     critic = critic_of(config)
@@ -236,7 +236,7 @@ def _critic_fits(config: Config, ranks: int, device: Device, asleep_gib: float) 
 def critic_rest_s(config: Config, device: Device) -> float:
     """Seconds of a step in which what a critic's rank keeps goes to its host and comes back; 0 where the sizes of its
     model are not known here."""
-    shape = shape_of(config, config.critic.path)
+    shape = critic_shape(config)
     return rest_s(shape, critic_of(config), device) if shape else 0.0
 
 

@@ -27,6 +27,7 @@ from penstock.services.modeling.load import check_vocabulary, device_of, load_to
 from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import Shape, World, local_device
+from penstock.services.modeling.sight import give_learners_sight
 from penstock.services.runtime import failpoint
 from penstock.services.runtime.actor import Actor, ActorContext
 
@@ -175,6 +176,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Critic | WorkerRank:
         model = load_trainable(
             path if adapter else weights, world, device, config.model.dtype, "value", adapter, critic.offload, key
         )
+        give_learners_sight(model, path, config.model.dtype, device, key)
         return CriticLearner(
             model, own, config.trainer.counted_steps, gamma, lam, config.trainer.algorithm.penalties, world
         )

@@ -13,6 +13,7 @@ import torch
 
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.families import OUR_ATTENTION, PACKED, soft_cap
+from penstock.services.modeling.seeing_values import with_values
 from penstock.services.modeling.state_mixers import take_packed_rows
 from penstock.services.runtime import own_code
 from penstock.services.runtime.errors import SetupError
@@ -127,6 +128,9 @@ def with_head(config: Any, head: Head) -> Any:
     if head == "language":
         return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
     config.num_labels = 1
+    if sees(config):
+        of: Any = type(config)
+        AutoModelForTokenClassification.register(of, with_values(of), exist_ok=True)
     return AutoModelForTokenClassification
 
 

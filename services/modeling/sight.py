@@ -263,11 +263,11 @@ def give_sight(model: Any, path: str, dtype: str, device: torch.device, key: str
     return _attach(model, path, _Own(model), dtype, device, key)
 
 
-def give_learners_sight(model: Any, path: str, dtype: str, device: torch.device) -> None:
+def give_learners_sight(model: Any, path: str, dtype: str, device: torch.device, key: str = "model.path") -> None:
     """As `give_sight`, to one that is trained, which may be cut, and which began as what lies at ``path``."""
     learn = any(map(learns, towers(model).values()))
     looking: Looking = _Own(model) if learn else TowerCopy(path, DTYPES[dtype], device)
-    _attach(model, path, looking, dtype, device, learn=learn)
+    _attach(model, path, looking, dtype, device, key, learn)
 
 
 def _attach(

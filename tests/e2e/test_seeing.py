@@ -37,7 +37,8 @@ def begun(
 
 @pytest.mark.parametrize("towers", [pytest.param(False, marks=pytest.mark.slow), True], ids=["stay", "learn"])
 def test_it_learns_on_two_ranks(towers: bool, tmp_path: Path) -> None:
-    """What sees stays as it came, unless it is to learn: then it moves, and rollouts see by each version."""
+    """What sees stays as it came, unless it is to learn: then it moves, and rollouts see by each version. A critic is
+    shown the same, with towers that stand still."""
     came = tmp_path / "model"
     seeing.write("qwen3_5", came)
     rows: list[dict[str, Any]] = [{"question": f"say {n}", "image": None, "answer": str(n)} for n in range(8)]
@@ -52,7 +53,8 @@ def test_it_learns_on_two_ranks(towers: bool, tmp_path: Path) -> None:
         "truth_key": "answer",
     }  # fmt: skip
     trainer: dict[str, Any] = {"steps": 3, "ranks": 2, "checkpoint": {"every": 3}, "train_towers": towers}
-    trainer |= {"algorithm": {"kl": {"coefficient": 0.001}}, "optimizer": {"lr": 3e-3, "warmup_steps": 0}}
+    algorithm = {"kl": {"coefficient": 0.001}, "advantage": {"type": "gae" if towers else "grpo"}}
+    trainer |= {"algorithm": algorithm, "optimizer": {"lr": 3e-3, "warmup_steps": 0}}
     gate = {"max_lag": 0, "groups_per_step": 8}
     run = begun(tmp_path, source, "tests.e2e.rewards:parity", {"n": 4, "max_new_tokens": 8}, trainer, gate=gate)
     check_promises(run.wait())
@@ -70,6 +72,11 @@ def test_it_learns_on_two_ranks(towers: bool, tmp_path: Path) -> None:
     sees = {name for name in before if ".visual." in name}
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert sees and moved - sees >= {name for name in before if name.endswith("proj.weight")} - sees
+    if towers:
+        learned = [json.loads(line) for line in (run.folder / "critic.jsonl").read_text().splitlines()]
+        assert [row["critic_step"] for row in learned] == [0, 1, 2] and all(row["critic_loss"] > 0 for row in learned)
+        valued = load_file(run.folder / "critic/checkpoints/step-000003/model.safetensors")
+        assert all(torch.equal(before[name], valued[name]) for name in sees) and valued["score.weight"].any()
     assert bool(moved & sees) == towers and (not towers or moved >= {n for n in sees if n.endswith("weight")})
 
 
