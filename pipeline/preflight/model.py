@@ -165,15 +165,15 @@ def _check_top_k(path: str, k: int, key: str) -> None:
 
 
 def _check_value_head(path: str, key: str) -> None:
-    """Raises `SetupError` where transformers has no model of the kind that gives one number a token."""
+    """Raises `SetupError` where there is no model of the kind that gives one number a token, nor the parts of one."""
     from penstock.services.modeling.load import load_config, with_head
 
     config = load_config(path, key)
     if type(config) not in with_head(config, "value")._model_mapping:
         raise SetupError(
-            f"{key}: transformers has no {config.model_type} with a head of one number a token, which a critic is "
-            "(AutoModelForTokenClassification); set critic.path to a model of another kind, or take an advantage "
-            "without a critic"
+            f"{key}: a critic is a model with a head of one number a token (AutoModelForTokenClassification), and "
+            f"the code that came with {path} has none; set critic.path to a model of another kind, or take an "
+            "advantage without a critic"
         )
 
 

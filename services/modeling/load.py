@@ -13,8 +13,8 @@ import torch
 
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.families import OUR_ATTENTION, PACKED, soft_cap
-from penstock.services.modeling.seeing_values import with_values
 from penstock.services.modeling.state_mixers import take_packed_rows
+from penstock.services.modeling.value_models import with_values
 from penstock.services.runtime import own_code
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import cpu_only_reason
@@ -123,15 +123,13 @@ Head = Literal["language", "value"]
 def with_head(config: Any, head: Head) -> Any:
     """transformers' class for models with that head; ``config`` is told of it. A model of words and pictures is whole:
     its weights then have the names, and a checkpoint the layout, that engines know it by."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    language = AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
     if head == "language":
-        return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+        return language
     config.num_labels = 1
-    if sees(config):
-        of: Any = type(config)
-        AutoModelForTokenClassification.register(of, with_values(of), exist_ok=True)
-    return AutoModelForTokenClassification
+    return with_values(config, language)
 
 
 def check_whole(config: Any, path: str, key: str = "model.path") -> None:

@@ -119,10 +119,14 @@ def test_who_is_shown_pictures_sees_as_the_policy_does(policy: Path, tmp_path: P
     assert re.search(r"reference.path: .*otherwise has \d+ tokens for a picture for which the policy has \d+", found)
 
 
-def test_a_critic_is_of_a_kind_that_has_a_head_for_it(policy: Path, tmp_path: Path) -> None:
-    path = saved(tmp_path / "olmo", family="olmo2")
-    found = said(policy, critic={"path": str(path)}, trainer={"algorithm": {"preset": "ppo"}})
-    assert "critic.path: transformers has no olmo2 with a head of one number a token" in found
+def test_a_critic_may_be_of_a_family_that_transformers_has_none_of(tmp_path: Path) -> None:
+    assert not said(saved(tmp_path / "olmo", family="olmo2"), trainer={"algorithm": {"preset": "ppo"}})
+    seeing.write("qwen3_vl", tmp_path / "sees")
+    told = {"gateway": {"count": 1, "pictures": True}, "trainer": {"algorithm": {"preset": "ppo"}}}
+    for look in (models.look, pictures.look):
+        assert not said(tmp_path / "sees", look, **told)
+    blind = said(tmp_path / "sees", pictures.look, **told, critic={"path": str(tmp_path / "olmo")})
+    assert "critic.path: " in blind and "olmo2) sees nothing" in blind
 
 
 def test_a_file_that_the_index_names_is_missed(policy: Path, tmp_path: Path) -> None:

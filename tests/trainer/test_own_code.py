@@ -85,7 +85,8 @@ def test_what_cannot_be_called_as_others_are_is_refused(tmp_path: Path) -> None:
     path = own_code.write(tmp_path / "other")
     make_tokenizer(set(ALPHABET)).save_pretrained(path)
     told = {"model": {"type": "pretrained", "path": str(path)}, "prompts": {"train": {"type": "sort"}}}
-    for trainer, said in (({}, []), ({"gradient_checkpointing": True}, ["set it to false"])):
+    none, ppo = "or take an advantage without a critic", {"algorithm": {"preset": "ppo"}}
+    for trainer, said in (({}, []), ({"gradient_checkpointing": True}, ["set it to false"]), (ppo, [none])):
         report = Report()
         models.look(Config.model_validate(told | {"trainer": trainer}), report)
         assert [problem[-len(said[0]) :] for problem in report.problems] == said if said else not report.problems
