@@ -172,8 +172,8 @@ def _check_value_head(path: str, key: str) -> None:
     if type(config) not in with_head(config, "value")._model_mapping:
         raise SetupError(
             f"{key}: a critic is a model with a head of one number a token (AutoModelForTokenClassification), and "
-            f"the code that came with {path} has none; set critic.path to a model of another kind, or take an "
-            "advantage without a critic"
+            f"transformers has no parts for one of {config.model_type}; set critic.path to a model of another kind, or "
+            "take an advantage without a critic"
         )
 
 

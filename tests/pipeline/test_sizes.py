@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from penstock.pipeline.config import load
-from penstock.pipeline.resources.memory import kv_tokens, plan
-from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.host import host_needs
+from penstock.pipeline.resources.memory import critic_gib, kv_tokens, plan
+from penstock.pipeline.resources.model_shape import critic_shape, shape_of
 from penstock.pipeline.resources.trainer_memory import GIB, trainer_parts
 from penstock.services.modeling.decoder_shape import Shape, described_by
 from penstock.services.modeling.experts import experts_of, mixture_layers
@@ -140,3 +141,18 @@ def test_towers_are_counted_as_often_as_they_are_there() -> None:
     assert some and some.learned_towers == 36_708_608, "the merger of Qwen2.5-VL-3B alone: a norm and two matrices"
     keys = ["prompts.train.images_key=null", "prompts.eval.held_out.images_key=null"]
     assert shape_of(load(Path("configs/geometry3k.yaml"), keys)) == blind
+
+
+def test_a_critics_towers_stand_still_whatever_the_policys_do() -> None:
+    ppo = ["trainer.algorithm={preset: ppo}", "critic.offload=true"]
+    blind = ["prompts.train.images_key=null", "prompts.eval.held_out.images_key=null"]
+    plain, learned, words = (
+        load(Path("configs/geometry3k.yaml"), [*ppo, *more]) for more in ([], ["trainer.train_towers=true"], blind)
+    )
+    shape = critic_shape(learned)
+    assert shape and shape == shape_of(plain)
+    gib = [critic_gib(config, 80) or 0.0 for config in (plain, learned, words)]
+    assert gib[0] == gib[1] == pytest.approx(gib[2] + 2 * shape.towers / GIB), "a copy of them to see with"
+    needs = [host_needs(config) for config in (plain, learned)]
+    assert needs[0] and needs[1] and needs[0].critic_offloaded == needs[1].critic_offloaded
+    assert needs[0].critic_offloaded * GIB == pytest.approx(16 * shape.parameters + 4 * shape.towers, rel=1e-3)
