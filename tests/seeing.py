@@ -12,9 +12,10 @@ import torch
 
 from penstock.pipeline.models.characters import ALPHABET
 from penstock.pipeline.models.tiny import make_tokenizer
-from penstock.protocols.experience import PICTURE, Prompt
+from penstock.protocols.experience import PICTURE, Prompt, Trajectory
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.modeling.load import load_config, load_model
+from penstock.services.modeling.pictures import PictureReader, placeholder
 from penstock.services.modeling.version_weights import version_of
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.torch.engine import TorchEngine
@@ -66,6 +67,18 @@ def engine(folder: Path, max_length: int = 96) -> tuple[TorchEngine, Tokenizer]:
     model = load_model(path, "float32", torch.device("cpu"))
     made.swap(made.prepare(version_of(model)), 0)
     return made, text
+
+
+def told_by_its_processor(folder: Path, model: Any, trajectory: Trajectory) -> dict[str, torch.Tensor]:
+    """What the family's own code, ``model``, is called with for the whole sequence."""
+    ids = torch.from_numpy(trajectory.tokens[None].astype(np.int64))
+    told = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if trajectory.pictures:
+        read = [*map(PictureReader(str(folder)).numbers, trajectory.pictures)]
+        told |= {name: torch.cat([each[name] for each in read]) for name in read[0]}
+        places = ((ids == placeholder(model.config)) & (torch.from_numpy(trajectory.loss_mask) == 0)).int()
+        told |= {"token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids": places}
+    return told
 
 
 def shown_step(step: TrainingBatch, folder: str) -> TrainingBatch:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.config.origin import Origin
+from penstock.pipeline.preflight.look import look
 from penstock.pipeline.preflight.reached import unreached
 from penstock.pipeline.preflight.steps import counted
 from penstock.pipeline.resources.placement import guests_beside_rollouts
@@ -91,8 +92,6 @@ def look_at(console: Console, config: Config, folder: Path) -> None:
     """Looks at all that the config names; what this machine lacks, the cluster's may have, and programs are on the
     head's alone. Raises `ConfigError`."""
     with console.status("looking at data, model and functions …"):
-        from penstock.pipeline.preflight.look import look  # loads torch: a typo is told without
-
         report = look(config, folder)
     report.problems += unreached(config)
     report.check(elsewhere=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.preflight.report import Report
 from penstock.protocols.experience import Prompt
 from penstock.services.data.answers import is_answer, not_answer, own_answer
 from penstock.services.modeling.lengths import longest_sequence
-from penstock.services.turns.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # it imports torch
+    from penstock.services.turns.tokenizer import Tokenizer
 
 TRAIN = "prompts.train"
 

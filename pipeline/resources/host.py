@@ -15,6 +15,7 @@ from penstock.pipeline.resources.trainer_memory import (
     frozen_bytes,
     state_bytes,
     teacher_bytes,
+    tower_bytes,
     version_bytes,
 )
 from penstock.protocols.versions import DTYPE_BYTES
@@ -167,7 +168,7 @@ def host_needs(config: Config) -> HostNeeds | None:
     published = version_bytes(shape, config.trainer) / GIB
     shared = SEGMENTS * published if config.weights.transport in ("auto", "shm") else 0.0
     copies = config.trainer.replicas  # each has all of it, and so has the host of each
-    towers = (shape.learned_bytes if lora else 4) * (shape.towers - shape.learned_towers) / GIB  # that stand still
+    towers = tower_bytes(shape, config.trainer) / GIB
     offloaded = 0.0
     if config.trainer.offload:  # weights, and gradients, which are registered with CUDA
         more = registered_share(shape, config.trainer.shards) - 1
@@ -214,7 +215,7 @@ def _critic(shape: Shape, critic: CriticConfig, rests: bool) -> tuple[float, flo
     trained = shape.adapter(lora.rank, lora.targets, lora.exclude) if lora else shape.parameters
     state = state_bytes(critic.optimizer, trained, 0 if lora else shape.ends)
     frozen, codes = frozen_bytes(shape, critic)
-    towers = (shape.learned_bytes if lora else 4) * shape.towers
+    towers = tower_bytes(shape, critic)
     kept = critic.offload * (critic.replicas * (state + 4 * trained + towers) + frozen)
     if rests:
         kept += codes + (not critic.offload) * (critic.replicas * (state + towers) + frozen)

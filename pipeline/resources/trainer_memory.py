@@ -146,6 +146,11 @@ def frozen_bytes(shape: Shape, trainer: LearnerConfig) -> tuple[float, float]:
     return trainer.replicas * shape.learned_bytes * (shape.parameters - coded), FOUR_BIT_BYTES * held * coded
 
 
+def tower_bytes(shape: Shape, trainer: LearnerConfig) -> float:
+    """Of the towers that stand still, of one copy of the model."""
+    return (shape.learned_bytes if trainer.lora else 4) * (shape.towers - shape.learned_towers)
+
+
 def coded_matrices(shape: Shape, lora: AdapterConfig | None) -> list[Matrix]:
     """Those of a layer's matrices that lie in 4 bits."""
     return shape.adapted(lora.targets, lora.exclude) if lora and lora.quantize else []

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from penstock.pipeline.config import Config, ConfigError, dump, load
 from penstock.pipeline.config.origin import Origin
+from penstock.pipeline.preflight.look import look
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.preflight.steps import counted
 from penstock.pipeline.report.console import print_summary
@@ -76,8 +77,6 @@ def start(
                 programs = stack.enter_context(started(there, None if dry_run else folder, console))
                 began = time.monotonic()
                 with console.status("looking at data, model and functions …"):
-                    from penstock.pipeline.preflight.look import look  # loads torch: a typo is told without
-
                     report = look(config, folder, not lacking, lacking)
                 looked_s = time.monotonic() - began
         except KeyboardInterrupt:

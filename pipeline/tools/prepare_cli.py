@@ -37,6 +37,7 @@ def prepare(
 
 
 def _prepare(file: Path, overrides: list[str], folder: Path, looked: bool, tell: bool) -> None:
+    from penstock.pipeline.preflight.look import look
     from penstock.pipeline.preflight.steps import counted, done_in
     from penstock.pipeline.resources.host import to_scale, too_small
     from penstock.pipeline.run.folder import began_in, open_folder
@@ -50,8 +51,6 @@ def _prepare(file: Path, overrides: list[str], folder: Path, looked: bool, tell:
     if line:
         typer.echo(line, err=True)
     if not looked:
-        from penstock.pipeline.preflight.look import look  # loads torch: a typo is told without
-
         report = look(config, folder)
         report.problems += too_small(config, os.environ) + report.packages * in_container()
         report.check(elsewhere=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 
@@ -15,11 +14,11 @@ def with_values(config: Any, language: Any) -> Any:
     known = of in AutoModelForTokenClassification._model_mapping
     if not known and of in AutoModel._model_mapping and of in language._model_mapping:
         made = _made(AutoModel._model_mapping[of], language._model_mapping[of])
+        # None exists: without that word it passes over a class of transformers' own configs, and says nothing.
         AutoModelForTokenClassification.register(of, made, exist_ok=True)
     return AutoModelForTokenClassification
 
 
-@cache
 def _made(base: Any, whole: Any) -> Any:
     """The ``base`` model of a family, read from files by the names that it has in them within the ``whole`` one, and a
     linear layer behind it, as other families have theirs."""

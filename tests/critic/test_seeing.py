@@ -13,7 +13,6 @@ from penstock.protocols.experience import PICTURE, Prompt, Trajectory
 from penstock.services.modeling.load import load_model
 from penstock.services.modeling.logprobs import layout_of
 from penstock.services.modeling.packing import by_trajectory, plan_rows
-from penstock.services.modeling.pictures import PictureReader, placeholder
 from penstock.services.modeling.sight import give_sight
 from penstock.services.modeling.values import value_head, values
 from penstock.services.turns.tokenizer import Tokenizer
@@ -45,12 +44,7 @@ def told(folder: Path, *pictures: bytes) -> Trajectory:
 @torch.no_grad()
 def by_its_own_code(folder: Path, model: Any, trajectory: Trajectory) -> np.ndarray:
     """float32 ``[tokens - 1]``: of the state behind each token but the last."""
-    reader, ids = PictureReader(str(folder)), torch.from_numpy(trajectory.tokens[None].astype(np.int64))
-    read = [reader.numbers(picture) for picture in trajectory.pictures]
-    given = {name: torch.cat([each[name] for each in read]) for name in read[0]}
-    types = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"
-    given[types] = (ids == placeholder(model.config)).int()
-    return model(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0, :-1, 0].numpy()
+    return model(**seeing.told_by_its_processor(folder, model, trajectory)).logits[0, :-1, 0].numpy()
 
 
 @pytest.mark.parametrize("family", seeing.SHOWN)

@@ -170,7 +170,7 @@ def test_a_run_that_goes_on_has_its_folder_before_it_looks(folder: Path, monkeyp
     def look(config: Config, looked: Path, *_: object) -> None:
         raise ConfigError(f"held by {holder(looked)}")
 
-    monkeypatch.setattr("penstock.pipeline.preflight.look.look", look)
+    monkeypatch.setattr("penstock.pipeline.run.start.look", look)
     with pytest.raises(ConfigError, match=f"held by {os.getpid()}"):
         start(Console(), "trainer.steps=90", [], folder, False)
     with pytest.raises(ConfigError, match="held by None"):

@@ -28,6 +28,7 @@ HEAVY = ("torch", "transformers", "datasets", "matplotlib")
         "penstock.services.reward.service",
         "penstock.pipeline.run.launcher",
         "penstock.pipeline.run.finish",
+        "penstock.pipeline.preflight.look",
         "penstock.pipeline.run.start",
         "penstock.pipeline.run.evaluate",
         "penstock.pipeline.launch.ready",

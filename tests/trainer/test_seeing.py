@@ -94,16 +94,8 @@ def scored(model: Any, trajectories: list[Trajectory]) -> list[np.ndarray]:
 @torch.no_grad()
 def by_its_own_code(folder: Path, model: Any, trajectory: Trajectory) -> np.ndarray:
     """float32 ``[tokens - 1]``: what transformers says of the whole sequence, told all that its processor gives."""
-    reader = PictureReader(str(folder))
-    ids = torch.from_numpy(trajectory.tokens[None].astype(np.int64))
-    told: dict[str, Any] = {}
-    if trajectory.pictures:
-        read = [reader.numbers(picture) for picture in trajectory.pictures]
-        told = {name: torch.cat([each[name] for each in read]) for name in read[0]}
-        shown = ((ids == placeholder(model.config)) & (torch.from_numpy(trajectory.loss_mask) == 0)).int()
-        told |= {"token_type_ids": shown} if model.config.model_type == "gemma3" else {"mm_token_type_ids": shown}
-    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **told).logits[0].log_softmax(-1)
-    return logits[:-1].gather(-1, ids[0, 1:, None])[:, 0].numpy()
+    told = seeing.told_by_its_processor(folder, model, trajectory)
+    return model(**told).logits[0].log_softmax(-1)[:-1].gather(-1, told["input_ids"][0, 1:, None])[:, 0].numpy()
 
 
 @pytest.mark.parametrize("family", seeing.SHOWN)
