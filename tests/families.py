@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+
+from penstock.services.modeling.families import TURNED
 
 BASE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -71,6 +74,9 @@ SEEING = {
     ),
     "qwen3_5": ("qwen3_5_text", LINEAR), "qwen3_5_moe": ("qwen3_5_moe_text", LINEAR | MIXTURE),
     "qwen3_vl": ("qwen3_vl_text", _TURNS),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe_text", _TURNS | MIXTURE | {"moe_intermediate_size": 24, "norm_topk_prob": True},
+    ),
     "gemma3": ("gemma3_text", SLIDING), "gemma4": ("gemma4_text", TEXT["gemma4_text"]), "mistral3": ("ministral3", {}),
 }  # fmt: skip
 """Of words and pictures, each with its decoder."""
@@ -125,6 +131,9 @@ def write(family: str, folder: Path, **told: Any) -> Any:
     for buffer in persistent_buffers(model).values():  # as trained ones have it: who forgets them computes otherwise
         buffer.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
+    if family in TURNED:  # as those on the hub are; transformers reads both
+        saved = {name: part.mT.contiguous() if part.ndim == 3 else part for name, part in model.state_dict().items()}
+        save_file(saved, folder / "model.safetensors", {"format": "pt"})
     return model
 
 

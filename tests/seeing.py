@@ -23,7 +23,7 @@ from penstock.services.turns.tokenizer import Tokenizer
 from tests import families, shown
 
 QWEN, GEMMA = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"), ("<boi>", "<img>", "<eoi>")
-SHOWN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
+SHOWN = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "gemma3")
 """Families whose processors want no torchvision."""
 
 

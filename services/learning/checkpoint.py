@@ -32,7 +32,7 @@ from penstock.services.learning.model_learner import ModelLearner
 from penstock.services.learning.optimizer import MOMENTS, is_eight_bit, local, restore_state, state_names
 from penstock.services.learning.shard_writer import ShardWriter
 from penstock.services.modeling.adapter_files import FILE
-from penstock.services.modeling.experts import is_experts, separate
+from penstock.services.modeling.experts import is_experts, one_as_in_files
 from penstock.services.modeling.families import IN_MATRICES
 from penstock.services.modeling.files_beside import name_own_code, write_beside
 from penstock.services.modeling.generation_config import write_generation_config
@@ -350,15 +350,15 @@ def _stage(
     saved = learner.adapted.saved if learner.adapted else {**learner.parameters, **dict(_buffers(learner))}
     weights: dict[str, torch.Tensor] = {}
     sizes: dict[str, int] = {}
-    mixture = learner.model.config.model_type in IN_MATRICES
+    family = learner.model.config.model_type
     for name, value in saved.items():
         found = on_host(name, value)
         shape = torch.empty(value.shape, dtype=value.dtype, device="meta")
-        if mixture and is_experts(name, value):  # each is whole on a rank
-            weights |= separate(name, found.to_local() if isinstance(found, DTensor) else found, first_row(value))
-            sizes |= {part: matrix.nbytes for part, matrix in separate(name, shape)}
+        sizes |= {part: matrix.nbytes for part, matrix in one_as_in_files(family, name, shape)}
+        if family in IN_MATRICES and is_experts(name, value) and isinstance(found, DTensor):  # each is whole on a rank
+            weights |= one_as_in_files(family, name, found.to_local(), first_row(value))
         else:
-            weights[name], sizes[name] = found, shape.nbytes
+            weights |= one_as_in_files(family, name, found)
     sizes = learner.world.of_stages(sizes)
     # peft knows one file for an adapter, however large.
     files = dict.fromkeys(sizes, 1) if learner.adapted else _numbered(sizes)

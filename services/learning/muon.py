@@ -23,7 +23,7 @@ from torch import nn
 from penstock.services.learning.config import OptimizerConfig
 from penstock.services.learning.dealt_matrices import ROUND_NUMBERS, DealtMatrices
 from penstock.services.modeling.experts import is_experts, matrices_of
-from penstock.services.modeling.families import IN_MATRICES
+from penstock.services.modeling.families import IN_MATRICES, TURNED
 from penstock.services.modeling.parallel.fsdp import local
 from penstock.services.modeling.parallel.world import World
 
@@ -61,7 +61,7 @@ def hidden_matrices(model: Any, parameters: Mapping[str, nn.Parameter]) -> dict[
     for module in model.modules():
         if isinstance(module, nn.Embedding) or module is head:
             within -= {id(parameter) for parameter in module.parameters()}
-    known, found = model.config.model_type in IN_MATRICES, {}
+    known, found = model.config.model_type in IN_MATRICES | TURNED, {}
     for name, parameter in parameters.items():
         plain = parameter.ndim == 2 and not name.endswith("bias")  # experts' biases are a matrix together
         if id(parameter) in within and (plain or is_experts(name, parameter)):

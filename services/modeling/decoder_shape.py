@@ -11,6 +11,7 @@ from penstock.services.modeling.families import (
     BOTH_WAYS,
     COUNTED_MIXTURES,
     LINEAR,
+    NORMS_HEADS,
     PACKED,
     PLAIN,
     STAGED,
@@ -343,7 +344,7 @@ def described_by(name: str, data: Mapping[str, Any]) -> Shape | None:
             packs=whole in PACKED - BOTH_WAYS and not hybrid, shares=whole in PACKED, staged=whole in STAGED,
             tensor=whole in TENSOR, split=whole in TENSOR | TENSOR_WHOLE,
             counted=family in PLAIN and not data.get("use_sliding_window"),
-            norms_heads=hybrid or family in ("qwen3", "qwen3_moe"),
+            norms_heads=hybrid or family in NORMS_HEADS,
         )  # fmt: skip
         found = replace(found, **_mixture(data)) if mixture else found
         return replace(found, **_linear(data)) if hybrid else found

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from penstock.services.modeling.families import IN_MATRICES
+from penstock.services.modeling.families import IN_MATRICES, TURNED
 
 EXPERTS = ("gate_up_proj", "down_proj")
 """Parameters ``[experts, ...]`` of a layer's experts."""
@@ -57,16 +57,21 @@ def is_experts(name: str, weight: torch.Tensor) -> bool:
 
 
 def as_in_files(model_type: str, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """A version's ``weights`` by the names that files of this family have."""
+    """A version's ``weights`` as files of this family have them."""
     for name, weight in weights.items():
-        yield from separate(name, weight) if model_type in IN_MATRICES else [(name, weight)]
+        yield from one_as_in_files(model_type, name, weight)
 
 
-def separate(name: str, weight: torch.Tensor, first: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """``weight``, or each matrix of each expert in it, as views. Its first expert has the number ``first``."""
-    if not is_experts(name, weight):
+def one_as_in_files(
+    model_type: str, name: str, weight: torch.Tensor, first: int = 0
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """``weight`` as files of this family have it: itself, or each matrix of each expert in it, or all of them turned;
+    as views. Its first expert has the number ``first``."""
+    if model_type not in IN_MATRICES | TURNED or not is_experts(name, weight):
         yield name, weight
-        return
-    for number, expert in enumerate(weight, first):
-        names = matrices_of(name, number)
-        yield from zip(names, expert.chunk(len(names)), strict=True)
+    elif model_type in TURNED:
+        yield name, weight.mT
+    else:
+        for number, expert in enumerate(weight, first):
+            names = matrices_of(name, number)
+            yield from zip(names, expert.chunk(len(names)), strict=True)

@@ -11,8 +11,8 @@ PACKED = PLAIN | {
     "mistral", "ministral3", "gemma2", "gemma3_text", "gpt_oss", "gemma4_text", "qwen3_next", "qwen3_5_text",
     "qwen3_5_moe_text", "glm4", "glm4_moe", "deepseek_v3", "minimax_m2", "olmoe", "phi3", "smollm3", "granite", "olmo2",
     "olmo3", "seed_oss", "exaone4", "cohere2", "ernie4_5", "hunyuan_v1_dense", "starcoder2", "lfm2", "granitemoehybrid",
-    "falcon_h1", "nemotron_h", "opt", "gpt_neox", "gpt2", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "gemma3",
-    "gemma4", "mistral3",
+    "falcon_h1", "nemotron_h", "opt", "gpt_neox", "gpt2", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl",
+    "qwen3_vl_moe", "gemma3", "gemma4", "mistral3",
 }  # fmt: skip
 """Families that take positions and `attention.Segments` of ours."""
 BOTH_WAYS = {"gemma3", "gemma4"}
@@ -26,7 +26,7 @@ STAGED = PLAIN | {
 Granite, which scales what is embedded, and Gemma 4, some of whose layers read ids too."""
 TENSOR = PLAIN | {
     "mistral", "ministral3", "gemma2", "gemma3_text", "gemma4_text", "glm4_moe", "smollm3", "granite",
-    "seed_oss", "exaone4", "cohere2", "ernie4_5", "starcoder2", "qwen2_5_vl", "qwen3_vl", "gemma3",
+    "seed_oss", "exaone4", "cohere2", "ernie4_5", "starcoder2", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3",
     "gemma4", "mistral3",
 }  # fmt: skip
 """Families whose matrices tensor parallelism cuts, and with them what is kept of each token."""
@@ -43,18 +43,24 @@ IN_MATRICES = {
     "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "olmoe", "glm4_moe", "deepseek_v3",
 }  # fmt: skip
 """Families whose files have a matrix for each expert, by the names of `experts`."""
-MIXTURES = IN_MATRICES - {"qwen2_moe"} | {"gpt_oss", "minimax_m2", "granitemoehybrid"}
+TURNED = {"qwen3_vl_moe"}
+"""Families whose files have one tensor of all experts, as memory does, but turned: ``[experts, inputs, outputs]``."""
+MIXTURES = IN_MATRICES - {"qwen2_moe"} | TURNED | {"gpt_oss", "minimax_m2", "granitemoehybrid"}
 """Mixtures whose experts may be dealt out over ranks, and whose routing is noted and replayed."""
 UNFILLED = {"gpt_oss", "minimax_m2", "granitemoehybrid"}
 """Mixtures whose whole versions vLLM 0.32 cannot be filled with: gpt-oss' experts are copied past what catches them as
 they come, the others' files have them by other names than transformers'."""
-BALANCED = {"qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "olmoe", "gpt_oss", "minimax_m2"}
+BALANCED = {
+    "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe", "olmoe", "gpt_oss", "minimax_m2",
+}  # fmt: skip
 """Mixtures of which transformers has a loss that balances what their routers say."""
 LINEAR = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 """Families some of whose layers have linear attention (Gated DeltaNet), and others a gate behind theirs."""
+NORMS_HEADS = {"qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text"}
+"""Families that normalise queries and keys, head by head."""
 UNCOUNTED = {"falcon_h1", "nemotron_h", "lfm2", "granitemoehybrid", "gemma4_text", "gpt_neox", "starcoder2"}
 """Families whose config.json reads like that of a plain decoder, which they are not."""
-COUNTED_MIXTURES = MIXTURES - {"deepseek_v3", "granitemoehybrid", "qwen3_5_moe"}
+COUNTED_MIXTURES = MIXTURES - {"deepseek_v3", "granitemoehybrid", "qwen3_5_moe", "qwen3_vl_moe"} | {"qwen3_vl_moe_text"}
 """Mixtures whose sizes are counted; of one that sees its decoder's."""
 
 

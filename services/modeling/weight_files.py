@@ -13,7 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from penstock.services.modeling.experts import counted, matrices_of
+from penstock.services.modeling.experts import counted, is_experts, matrices_of
+from penstock.services.modeling.families import TURNED
 from penstock.services.modeling.file_names import names_in_files
 
 INDEX = "model.safetensors.index.json"
@@ -33,6 +34,7 @@ class WeightFiles:
         self._own: dict[str, str] = {}
         """Of those that the files call otherwise: how."""
         self._experts: dict[str, int] = {}
+        self._turned: frozenset[str] = frozenset()
 
     def __enter__(self) -> WeightFiles:
         index = self._folder / INDEX
@@ -46,6 +48,11 @@ class WeightFiles:
             kept = {name: file for name, file in self._file_of.items() if name not in renamed}
             self._file_of = kept | {name: self._file_of[own] for name, own in self._own.items()}
         self._experts = counted(self._file_of)
+        if self._model is not None and self._model.config.model_type in TURNED:
+            every = self._model.state_dict().items()
+            experts = {name: value.shape for name, value in every if name in self and is_experts(name, value)}
+            # transformers writes them as they are in memory, and reads both.
+            self._turned = frozenset(name for name, shape in experts.items() if self.shape(name) != tuple(shape))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -63,12 +70,17 @@ class WeightFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the whole tensor."""
         if (experts := self._experts.get(name)) is None:
-            return tuple(self._slice(name).get_shape())
+            found = tuple(self._slice(name).get_shape())
+            return (found[0], found[2], found[1]) if name in self._turned else found
         shapes = [self._slice(part).get_shape() for part in matrices_of(name, 0)]
         return experts, sum(rows for rows, _ in shapes), shapes[0][1]
 
     def block(self, name: str, block: tuple[slice, ...]) -> torch.Tensor:
         """A part of it, in the file's dtype, on the host."""
+        if name in self._turned:
+            first, rows, columns = block
+            turned: torch.Tensor = self._slice(name)[first, columns, rows]
+            return turned.mT
         if (experts := self._experts.get(name)) is None:
             found: torch.Tensor = self._slice(name)[block]
             return found

@@ -65,6 +65,24 @@ def test_a_checkpoint_has_the_files_of_transformers_and_goes_on(tmp_path: Path) 
         assert torch.equal(parameter, learner.parameters[name]), name
 
 
+def test_experts_that_files_have_turned_are_read_either_way_and_written_as_the_hub_has_them(tmp_path: Path) -> None:
+    model = families.write("qwen3_vl_moe", tmp_path / "hub")
+    model.save_pretrained(tmp_path / "transformers")
+    wanted = {name: p.detach() for name, p in model.named_parameters()}
+    name = "model.language_model.layers.1.mlp.experts.gate_up_proj"
+    block = (slice(1, 3), slice(2, 40), slice(5, 9))
+    for folder in (tmp_path / "hub", tmp_path / "transformers"):
+        with WeightFiles(folder, model) as files:
+            assert files.shape(name) == wanted[name].shape == (4, 48, 32)
+            assert torch.equal(files.block(name, block), wanted[name][block])
+    saver = checkpoint.Saver(Learner(model, TrainerConfig(), 1.0), Tokenizer(), tmp_path, keep=1)
+    path = saver.begin().result()
+    saver.close()
+    hub, written = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hub", path))
+    assert hub[name].shape == (4, 32, 48) and hub.keys() == written.keys()
+    assert all(torch.equal(written[name], value) for name, value in hub.items())
+
+
 @pytest.mark.parametrize(("model", "size", "why"), [(a_model, 2, "no mixture of experts"), (a_mixture, 3, "8 experts")])
 def test_what_cannot_be_dealt_out_is_refused(model: object, size: int, why: str) -> None:
     world = World(CPU)

@@ -65,6 +65,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "experts, whose router stands still": {"ranks": 2, "expert_parallel": 2, "freeze": ["*.mlp.gate.*"]},
     "towers that learn": {"ranks": 2, "train_towers": True, **SEES},
     "towers that learn, tensor parallel": {"ranks": 2, "tensor_parallel": 2, "train_towers": True, **SEES},
+    "experts that files have turned, towers that learn": {
+        "ranks": 2, "expert_parallel": 2, "train_towers": True, "shows": True, "model": "qwen3_vl_moe",
+    },
     "pictures, sequence parallel": {"ranks": 2, "sequence_parallel": 2, "gradient_checkpointing": True, **SEES},
     "towers that learn, sequence parallel": {
         "ranks": 2, "sequence_parallel": 2, "train_towers": True, "gradient_checkpointing": True, "shows": True,

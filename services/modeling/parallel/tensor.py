@@ -33,8 +33,8 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
 }
 """What transformers calls a way to cut a matrix, and torch's for it."""
-AS = {"qwen3_vl_text": "qwen3"}
-"""Families of which transformers has no plan, each with one whose layers are the same."""
+AS = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
+"""Families of which transformers has no plan, or half of one, each with one whose layers are the same."""
 PARTIAL = "replicated_with_grad_allreduce"
 """What transformers calls a parameter whose gradient on each rank is a part."""
 
@@ -66,10 +66,8 @@ def cut_layers(model: Any, world: World) -> None:
 
 
 def _plan_of(config: Any) -> dict[str, str]:
-    plan = getattr(config, "base_model_tp_plan", None)
-    if not plan and config.model_type in AS:
-        plan = CONFIG_MAPPING[AS[config.model_type]].base_model_tp_plan
-    return plan or {}
+    known = CONFIG_MAPPING[AS[config.model_type]] if config.model_type in AS else config
+    return getattr(known, "base_model_tp_plan", None) or {}
 
 
 def _features(layer: nn.Module, named: Mapping[str, str]) -> dict[str, int]:
