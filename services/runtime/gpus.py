@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pynvml  # type: ignore[import-untyped]
 
@@ -29,7 +30,7 @@ class Gpu:
     """One GPU."""
 
     index: int
-    """The driver's number."""
+    """CUDA's number: among those that this process may open."""
     uuid: str
     name: str
     total_gib: float
@@ -69,12 +70,19 @@ def inventory() -> Inventory:
     try:
         cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
         driver = _text(pynvml.nvmlSystemGetDriverVersion())
-        found = [_describe(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return Inventory(tuple(found), driver, (cuda // 1000, cuda % 1000 // 10))
+        count = pynvml.nvmlDeviceGetCount()
+        handles = [handle for index in range(count) if (handle := _opened(index)) is not None]
+        found = [_describe(index, handle) for index, handle in enumerate(handles)]
     except pynvml.NVMLError as error:
         raise SetupError(f"a GPU does not answer (NVML: {error}); look at what nvidia-smi says, {HIDE}") from None
     finally:
         pynvml.nvmlShutdown()
+    if count and not found:
+        raise SetupError(
+            f"this machine has {count} GPUs, and none may be used here (NVML: no permission): ask for some, e.g. with "
+            f"Slurm's --gpus, {HIDE}"
+        )
+    return Inventory(tuple(found), driver, (cuda // 1000, cuda % 1000 // 10))
 
 
 EXACT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -164,8 +172,15 @@ def nccl_conflict() -> str | None:
     )
 
 
-def _describe(index: int) -> Gpu:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+def _opened(index: int) -> Any | None:
+    """NVML's handle of the driver's GPU ``index``; None: it is somebody else's, as in a job with a part of a node."""
+    try:
+        return pynvml.nvmlDeviceGetHandleByIndex(index)
+    except pynvml.NVMLError_NoPermission:
+        return None
+
+
+def _describe(index: int, handle: Any) -> Gpu:
     uuid, name = _text(pynvml.nvmlDeviceGetUUID(handle)), _text(pynvml.nvmlDeviceGetName(handle))
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)

@@ -19,13 +19,15 @@ class FakeNvml:
         self.free = 0.99
         """The share of each GPU's memory that nobody uses."""
         self.gpus, self.driver, self.cuda = gpus, driver, cuda
+        self.others: set[int] = set()
+        """Those that this process may not open."""
         answers: dict[str, Any] = {
             "nvmlInit": lambda: None,
             "nvmlShutdown": lambda: None,
             "nvmlSystemGetDriverVersion": lambda: self.driver,
             "nvmlSystemGetCudaDriverVersion_v2": lambda: self.cuda,
             "nvmlDeviceGetCount": lambda: len(self.gpus),
-            "nvmlDeviceGetHandleByIndex": lambda index: index,
+            "nvmlDeviceGetHandleByIndex": self._handle,
             "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle}",
             "nvmlDeviceGetName": lambda handle: "NVIDIA H100 80GB HBM3",
             "nvmlDeviceGetMemoryInfo": self._memory,
@@ -33,6 +35,11 @@ class FakeNvml:
         for name, answer in answers.items():
             patch.setattr(pynvml, name, self._or_error(answer))
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def _handle(self, index: int) -> int:
+        if index in self.others:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
+        return index
 
     def _memory(self, handle: int) -> SimpleNamespace:
         return SimpleNamespace(total=int(self.gpus[handle] * GIB), free=int(self.gpus[handle] * GIB * self.free))

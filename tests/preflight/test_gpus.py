@@ -24,6 +24,7 @@ from penstock.services.modeling.load import ModelError, device_of
 from penstock.services.modeling.parallel.world import local_device
 from penstock.services.runtime import gpus as runtime
 from penstock.services.runtime import registry
+from penstock.services.runtime.device_turn import devices_here
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import inventory, nccl_conflict, visible_gpus
 from penstock.services.weights.transports import shared_memory
@@ -109,6 +110,23 @@ def test_kernels_that_a_model_would_be_faster_with_are_named(
     report = Report()
     gpus.look(config, report)
     assert not report.notes
+
+
+def test_a_job_with_a_part_of_a_node_counts_its_own_gpus_alone(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As CUDA does in it."""
+    nvml.gpus, nvml.others = (80.0,) * 4, {0, 2}
+    assert visible_gpus() == ["0", "1"] and devices_here("cuda") == ("GPU-1", "GPU-3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [gpu.uuid for gpu in runtime.chosen_gpus().values()] == ["GPU-3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    with pytest.raises(SetupError, match="there is no GPU 2; this machine has 2"):
+        visible_gpus()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    nvml.others = {0, 1, 2, 3}
+    with pytest.raises(SetupError, match="has 4 GPUs, and none may be used here"):
+        visible_gpus()
 
 
 @pytest.mark.parametrize("error", [pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_NOT_SUPPORTED])

@@ -84,15 +84,21 @@ def test_what_does_not_fit_is_tried_again_with_smaller_micro_batches(monkeypatch
     assert small.failed == failed, "the next step begins with what fits"
 
 
-def test_a_backward_that_does_not_fit_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP, which every bf16 model has around it, must sum the gradients of the second try and of later steps."""
+@pytest.mark.parametrize("more", [{}, {"offload": True, "sum_gradients": "step"}], ids=["", "sums kept whole"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_backward_that_does_not_fit_leaves_nothing_behind(
+    more: dict[str, Any], dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP, which every bf16 model has around it, must sum the gradients of the second try and of later steps, and add
+    nothing of the micro-batches before the one that failed."""
     a_model().save_pretrained(tmp_path)
-    given = {"optimizer": {"lr": 1e-2}}
+    given = {"optimizer": {"lr": 1e-2}, **more}
     cpu, found = torch.device("cpu"), []
     world = World(cpu)
     for fails, tokens in ((False, 30), (True, 60)):
         config = TrainerConfig.model_validate({**given, "tokens_per_micro_batch": tokens})
-        one = Learner(load_trainable(str(tmp_path), world, cpu, "bfloat16"), config, 1.0, world)
+        model = load_trainable(str(tmp_path), world, cpu, dtype, offload=config.offload)
+        one = Learner(model, config, 1.0, world)
         layer, left = one.model.model.layers[0], [fails]
 
         def fail(module: Any, inputs: Any, output: Any, left: list[bool] = left) -> None:

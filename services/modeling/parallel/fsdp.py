@@ -112,9 +112,16 @@ def reshard(model: Any) -> None:
 
 def forget_backward(model: Any) -> None:
     """After a backward that was broken off: what FSDP remembers of it would keep the next one from summing gradients.
-    Nobody wants what it leaves in them."""
-    if isinstance(model, FSDPModule):
-        model._get_fsdp_state()._root_post_backward_final_callback()
+    Nobody wants what it leaves in them, nor the sums of micro-batches before it that were not over the ranks yet."""
+    if not isinstance(model, FSDPModule):
+        return
+    model._get_fsdp_state()._root_post_backward_final_callback()
+    for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):  # once it was gathered
+                    parameter._unsharded_param.grad = None
 
 
 def sum_gradients(model: Any, now: bool, last: bool) -> None:
