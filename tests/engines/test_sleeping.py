@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.services.modeling.version_weights import version_of
 from penstock.services.rollout.engines.base import SleepingEngine
 from tests.engines.test_conformance import check
 from tests.engines.workbench import Workbench
@@ -63,6 +64,10 @@ def test_asleep_it_holds_next_to_nothing(bench: Workbench, sleeper: SleepingEngi
     if options["type"] != "torch":
         pytest.skip("of the embedded engine")
     model: Any = sleeper._model  # type: ignore[attr-defined]
+    before = {tensor.data_ptr() for tensor in model.kept}
+    coming = sleeper.prepare({name: each + 0 for name, each in version_of(bench.models[1]).items()})
+    assert {tensor.data_ptr() for tensor in model.kept} > before, "a version that has come, and does not serve yet"
+    del coming
     held = [*model.cached, *(model.kept if model.cached[0].is_cuda else ())]
     sleeper.sleep()
     assert not sum(t.untyped_storage().nbytes() for t in held)

@@ -112,9 +112,7 @@ def test_kernels_that_a_model_would_be_faster_with_are_named(
     assert not report.notes
 
 
-def test_a_job_with_a_part_of_a_node_counts_its_own_gpus_alone(
-    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_with_a_part_of_a_node_counts_its_own_gpus_alone(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     """As CUDA does in it."""
     nvml.gpus, nvml.others = (80.0,) * 4, {0, 2}
     assert visible_gpus() == ["0", "1"] and devices_here("cuda") == ("GPU-1", "GPU-3")

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+from penstock.services.modeling.pinned import to_device
+
+
+def row_of_each(slots: Sequence[Sequence[int] | torch.Tensor], device: torch.device) -> torch.Tensor:
+    """int64 ``[all slots]``: which sequence fills it, where the first fills all of ``slots[0]``, and so on. A device is
+    asked for nothing, as it is where it has to count."""
+    counts = torch.tensor([len(each) for each in slots])
+    return to_device(torch.arange(len(slots)).repeat_interleave(counts), device)
 
 
 class SlotCache:

@@ -16,9 +16,11 @@ from penstock.protocols.routing import no_routing
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.lengths import positions_of
 from penstock.services.modeling.load import ModelError, device_of
+from penstock.services.modeling.pinned import to_device
 from penstock.services.modeling.resting import Resting, forget, remember
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.base import Completion, Refusal, Request, RequestError, refuse_unfit
+from penstock.services.rollout.engines.torch.cache import row_of_each
 from penstock.services.rollout.engines.torch.fitting import fitting_model
 from penstock.services.rollout.engines.torch.hosted import HostedModel
 from penstock.services.rollout.engines.torch.routing_table import RoutingTable
@@ -242,8 +244,7 @@ class TorchEngine:
             tokens[row, : lengths[row]] = request.tokens
         numbers = [request.number for request in chosen]
         logits = self._prefill(tokens, lengths, slots, numbers, self._routing if self._routed else None)
-        repeat = torch.tensor([len(mine) for mine in slots], device=self.device)
-        self._extend(logits.repeat_interleave(repeat, 0), start, self._active)
+        self._extend(logits.index_select(0, row_of_each(slots, self.device)), start, self._active)
         done += self._retire(self._active, start)
 
     def _route(self, request: Request) -> None:
@@ -284,24 +285,20 @@ class TorchEngine:
             health.beat()
             rows, start = order[start:end], end
             width = int(lengths[rows[-1]])
-            block = torch.from_numpy(tokens[rows, :width].astype(np.int64)).to(self.device)
-            mine, sizes = [slots[r] for r in rows], torch.from_numpy(lengths[rows]).to(self.device)
+            block, mine = self._put(tokens[rows, :width].astype(np.int64)), [slots[r] for r in rows]
+            sizes = self._put(lengths[rows])
             with routing.prefilling(mine, lengths[rows], width) if routing else nullcontext():
-                places = [torch.tensor(each, device=self.device) for each in mine]
+                places = [self._put(np.array(each)) for each in mine]
                 more = {"shown": [self._shown.get(numbers[r], NOTHING) for r in rows]} if self._shown else {}
                 logits.append(self._model.prefill(block, sizes, places, **more))
-        return torch.cat(logits)[torch.from_numpy(np.argsort(order)).to(self.device)]
+        return torch.cat(logits)[self._put(np.argsort(order))]
 
     def _decode_step(self) -> None:
         s, active = self._slots, self._active
         positions = s.lengths[:active] - 1
         last = s.tokens[np.arange(active), positions].astype(np.int64)
         with self._routing.decoding(positions) if self._routing and self._routed else nullcontext():
-            logits = self._model.decode(
-                torch.from_numpy(last).to(self.device),
-                torch.from_numpy(positions).to(self.device),
-                int(positions.max()) + 1,
-            )
+            logits = self._model.decode(self._put(last), self._put(positions), int(positions.max()) + 1)
         self._extend(logits, 0, active)
 
     def _extend(self, logits: torch.Tensor, start: int, end: int) -> None:
@@ -309,21 +306,17 @@ class TorchEngine:
         s, rows = self._slots, slice(start, end)
         lengths = s.lengths[rows]
         drawn = uniforms(s.key[rows], lengths - s.prompt[rows]).astype(np.float32)
-        uniform = torch.from_numpy(np.minimum(drawn, np.float32(1 - 2**-24)))  # rounding must not reach 1
+        uniform = np.minimum(drawn, np.float32(1 - 2**-24))  # rounding must not reach 1
         truncating = (s.top_p[rows] < 1).any(), (s.top_k[rows] > 0).any(), (s.min_p[rows] > 0).any()
-
-        def put(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array).to(self.device)
-
         masked = np.isin(s.number[rows], list(self._masked)) if self._masked else None
         tokens, logprobs, kept = sample(
             logits,
-            put(s.temperature[rows]),
-            put(s.top_p[rows]) if truncating[0] else None,
-            put(s.top_k[rows]) if truncating[1] else None,
-            uniform.to(self.device),
-            put(masked) if masked is not None else None,
-            put(s.min_p[rows]) if truncating[2] else None,
+            self._put(s.temperature[rows]),
+            self._put(s.top_p[rows]) if truncating[0] else None,
+            self._put(s.top_k[rows]) if truncating[1] else None,
+            self._put(uniform),
+            self._put(masked) if masked is not None else None,
+            self._put(s.min_p[rows]) if truncating[2] else None,
             None if ((s.top_p[rows] < 1) & (s.top_k[rows] == 0)).any() else int(s.top_k[rows].max()) or None,
         )
         if masked is not None and kept is not None:
@@ -334,6 +327,9 @@ class TorchEngine:
         s.versions[slots, lengths] = self.version
         s.lengths[rows] += 1
         self._generated += end - start
+
+    def _put(self, array: np.ndarray) -> torch.Tensor:
+        return to_device(torch.from_numpy(array), self.device)
 
     def _keep(self, kept: np.ndarray, masked: np.ndarray, start: int) -> None:
         """Notes which tokens the sampler chose among: bool ``[rows, vocabulary]``, for the ``masked`` rows."""
@@ -392,8 +388,7 @@ class TorchEngine:
         if holes.size:
             length = int(self._slots.lengths[movers].max())
             if not self._forgotten:
-                to, at = torch.from_numpy(holes).to(self.device), torch.from_numpy(movers).to(self.device)
-                self._model.move(at, to, length)
+                self._model.move(self._put(movers), self._put(holes), length)
             self._slots.move(movers, holes)
             if self._routing and self._routed:
                 self._routing.move(movers, holes)

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from penstock.services.modeling.families import window_of
 from penstock.services.modeling.precision import LOGITS
-from penstock.services.rollout.engines.torch.cache import SlotCache
+from penstock.services.rollout.engines.torch.cache import SlotCache, row_of_each
 from penstock.services.rollout.engines.torch.transformers_model import Shown, TransformersModel, logit_rows
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -137,10 +137,10 @@ class HostedModel(TransformersModel):
         out = self.weights(
             **inputs, past_key_values=cache, use_cache=True, **({"logits_to_keep": last} if self._told else {})
         )
-        every, repeat = torch.cat(slots), torch.tensor([len(s) for s in slots], device=tokens.device)
-        self._fill(cache.layers, every, repeat)
+        every, rows = torch.cat(slots), row_of_each(slots, tokens.device)
+        self._fill(cache.layers, every, rows)
         ends = inputs["position_ids"].expand(3, *tokens.shape)[0].gather(1, lengths[:, None] - 1)[:, 0]
-        self._shift[every] = (ends - (lengths - 1)).repeat_interleave(repeat)
+        self._shift[every] = (ends - (lengths - 1)).index_select(0, rows)
         wanted = place if self._told else lengths - 1
         return out.logits[torch.arange(len(tokens), device=tokens.device), wanted].float()
 
@@ -169,10 +169,10 @@ class HostedModel(TransformersModel):
         """transformers' own, of whole sequences."""
         return DynamicCache()
 
-    def _fill(self, layers: Sequence[Any], slots: torch.Tensor, repeat: torch.Tensor) -> None:
-        """Writes what these ``layers`` keep of whole sequences: of the first as often as ``repeat`` says, and so on."""
+    def _fill(self, layers: Sequence[Any], slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Writes what these ``layers`` keep of whole sequences: to each slot that of the sequence ``rows`` says."""
         for index, layer in enumerate(layers):
-            keys, values = layer.keys.repeat_interleave(repeat, 0), layer.values.repeat_interleave(repeat, 0)
+            keys, values = layer.keys.index_select(0, rows), layer.values.index_select(0, rows)
             self.cache.fill(index, slots, keys, values)
 
     def _layers(self, positions: torch.Tensor, span: int) -> list[Any]:

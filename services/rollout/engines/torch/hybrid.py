@@ -36,11 +36,11 @@ class _States:
         """All of it."""
         return [*self.conv.values(), *self.recurrent.values()]
 
-    def fill(self, slots: torch.Tensor, source: LinearAttentionLayer, repeat: torch.Tensor) -> None:
-        """Writes whole sequences: ``source``'s first as often as ``repeat`` says, and so on."""
+    def fill(self, slots: torch.Tensor, source: LinearAttentionLayer, rows: torch.Tensor) -> None:
+        """Writes whole sequences: to each slot the one of ``source`` that ``rows`` says."""
         for mine, found in ((self.conv, source.conv_states), (self.recurrent, source.recurrent_states)):
             for number, tensor in mine.items():
-                tensor[slots] = found[number].repeat_interleave(repeat, 0)
+                tensor[slots] = found[number].index_select(0, rows)
 
     def show(self, layer: LinearAttentionLayer, count: int) -> None:
         """Gives ``layer`` the states of the first ``count`` slots: what a step changes, it changes in them."""
@@ -94,11 +94,11 @@ class HybridModel(HostedModel):
     def _new_cache(self) -> DynamicCache:
         return DynamicCache(config=self._text)
 
-    def _fill(self, layers: Sequence[Any], slots: torch.Tensor, repeat: torch.Tensor) -> None:
-        super()._fill(_attending(layers), slots, repeat)
+    def _fill(self, layers: Sequence[Any], slots: torch.Tensor, rows: torch.Tensor) -> None:
+        super()._fill(_attending(layers), slots, rows)
         for layer, states in zip(layers, self._states, strict=True):
             if states is not None:
-                states.fill(slots, layer, repeat)
+                states.fill(slots, layer, rows)
 
     def _layers(self, positions: torch.Tensor, span: int) -> list[Any]:
         layers: list[Any] = []

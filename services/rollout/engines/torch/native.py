@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.services.modeling import head
-from penstock.services.rollout.engines.torch.cache import SlotCache
+from penstock.services.rollout.engines.torch.cache import SlotCache, row_of_each
 
 FAMILIES = {"llama", "qwen2", "qwen3"}
 
@@ -46,7 +47,7 @@ class Layer:
     down_bias: torch.Tensor | None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Weights:
     """A whole version."""
 
@@ -72,6 +73,8 @@ class NativeModel:
         self._dim = head_dim(config)
         self._cache = SlotCache(config.num_hidden_layers, slots, self._kv_heads, length, self._dim, dtype, device)
         self.weights: Weights | None = None
+        self._prepared: Callable[[], Weights | None] = lambda: None
+        """The last version that was, as long as anybody wants it."""
         cos, sin = _rotary(config, self._dim, length, device)
         self._cos, self._sin = cos.to(dtype), sin.to(dtype)
 
@@ -116,7 +119,9 @@ class NativeModel:
             )
         embedding = get("model.embed_tokens.weight")
         head = maybe("lm_head.weight")
-        return Weights(embedding, layers, get("model.norm.weight"), embedding if head is None else head)
+        found = Weights(embedding, layers, get("model.norm.weight"), embedding if head is None else head)
+        self._prepared = weakref.ref(found)
+        return found
 
     def _of_heads(self, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None) -> torch.Tensor | None:
         if q_norm is None or k_norm is None:
@@ -127,10 +132,10 @@ class NativeModel:
         """Runs right-padded prompts (int64 ``[P, T]``) and fills, for each, all its ``slots``. Returns the logits
         after each prompt's last token, ``[P, vocabulary]``."""
         every = torch.cat(slots)
-        repeat = torch.tensor([len(s) for s in slots], device=tokens.device)
+        of_slot = row_of_each(slots, tokens.device)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            of_slots = (each.transpose(1, 2).repeat_interleave(repeat, 0) for each in (k, v))
+            of_slots = (each.transpose(1, 2).index_select(0, of_slot) for each in (k, v))
             self._cache.fill(layer, every, *of_slots)
             return self._attend_before(layer, q, k, v)
 
@@ -167,12 +172,10 @@ class NativeModel:
 
     @property
     def kept(self) -> list[torch.Tensor]:
-        """The weights that serve."""
-        if self.weights is None:
-            return []
-        w = self.weights
-        found = [getattr(layer, name) for layer in w.layers for name in Layer.__slots__]
-        return [tensor for tensor in (w.embedding, w.norm, w.head, *found) if tensor is not None]
+        """The weights that serve, and those that are about to."""
+        every = [w for w in (self.weights, self._prepared()) if w is not None]
+        found = [getattr(layer, name) for w in every for layer in w.layers for name in Layer.__slots__]
+        return [t for t in (*found, *(end for w in every for end in (w.embedding, w.norm, w.head))) if t is not None]
 
     @property
     def cached(self) -> list[torch.Tensor]:
@@ -188,7 +191,11 @@ class NativeModel:
     def _attend_before(self, _layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Of each token to what is before it, and to itself."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self._heads != self._kv_heads)
+        gqa = self._heads != self._kv_heads
+        if gqa and q.is_cuda and q.dtype == torch.float32:  # torch's only kernel that shares heads makes all scores
+            k, v = (each.repeat_interleave(self._heads // self._kv_heads, 1) for each in (k, v))
+            gqa = False
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
         return out.transpose(1, 2).flatten(2)
 
     def _layers(self, weights: Weights, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
