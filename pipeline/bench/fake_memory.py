@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -207,10 +208,11 @@ def _rows(tokens: int, longest: int = 2048) -> Rows:
     """Sequences of ``longest`` tokens, ``tokens`` in all, one after the other; all of them sampled."""
     starts = [*range(0, tokens, longest), tokens]
     ids = torch.zeros((1, tokens), dtype=torch.int64)
-    every = torch.arange(tokens)
+    numbers = np.arange(tokens)
+    every = torch.from_numpy(numbers)
     mask = torch.ones((1, tokens), dtype=torch.bool)
     segments = Segments.of(starts, starts, None, CPU)
-    return Rows((0,), ids, ids, segments, mask, every, every, torch.zeros_like(every))
+    return Rows((0,), ids, ids, segments, mask, every, every, numbers, torch.zeros_like(every))
 
 
 def _balanced(chosen: torch.Tensor, experts: int, group: Any) -> tuple[torch.Tensor, list[int], list[int]]:

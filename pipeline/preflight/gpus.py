@@ -61,6 +61,11 @@ def look(config: Config, report: Report) -> None:
             f"model.path: layers that keep a state are computed by torch's reference code here, many times slower than "
             f"by kernels; to have these, run: pip install {' '.join(slow)}"
         )
+        if config.run.deterministic and (sums := [name for name in slow if name != KERNELS[0][1]]):
+            report.here.append(
+                "run.deterministic: torch's reference code for layers that keep a state sums in no fixed order on a "
+                f"GPU, and refuses to; run: pip install {' '.join(sums)}, or set it to false"
+            )
     if gpus and (lacks := lacks_compiler()):
         said = f"kernels for GPUs are compiled where they run, and here {lacks}"
         report.notes += [f"{key}: {said}" for key in _compiling(config, devices)]

@@ -1,19 +1,21 @@
 """Attention over packed rows: sequences of any lengths one after the other, without a mask and without padding.
 
 On a GPU it is flash attention's variable-length kernel, through torch; elsewhere, and for what that kernel does not
-know (soft caps, heads of more than 256 numbers), a loop over the sequences. Where rows come with a mask instead, it is
-transformers' own ``sdpa``.
+know (soft caps, heads of more than 256 numbers, GPUs before Ampere), a loop over the sequences. Where rows come with a
+mask instead, it is transformers' own ``sdpa``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -27,6 +29,8 @@ from penstock.services.modeling.state_mixers import Whole
 
 FLASH_HEAD, FLASH_STEP = 256, 8
 """Numbers of the largest head that flash attention's kernel takes, and what they are a multiple of."""
+FLASH_CAPABILITY = (8, 0)
+"""Ampere, and later."""
 WINDOW_BLOCK = 1024
 """Queries that look through a window together, at least: they share a mask."""
 SCORE_BYTES = 256 << 20
@@ -108,7 +112,7 @@ def attend(
         way = way if s_aux is None else replace(way, sinks=segments.ulysses.own_heads(s_aux))
     if segments.keys is not None:
         k, v = k[segments.keys], v[segments.keys]
-    kernel = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and is_known(q, way)
+    kernel = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and is_known(q, way) and _has_flash(q.device)
     found = (_flash if kernel else _loop)(q, k, v, way, segments)
     return (segments.ulysses.to_tokens(found) if segments.ulysses else found)[None], None
 
@@ -116,6 +120,12 @@ def attend(
 def is_known(q: torch.Tensor, way: Way) -> bool:
     """Flash attention's kernel can do it."""
     return q.shape[-1] <= FLASH_HEAD and q.shape[-1] % FLASH_STEP == 0 and way.softcap is None
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    """This GPU is of those that flash attention's kernel is built for."""
+    return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: Way, segments: Segments) -> torch.Tensor:
@@ -164,8 +174,10 @@ def _last_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: Way) -> tor
     """Attention of ``q`` ``[1, heads, queries, size]``, which are the last of the keys ``k``."""
     queries, keys = q.shape[2], k.shape[2]
     before, narrow = keys - queries, way.window is not None and keys > way.window
-    mask = None
-    if before or narrow or way.scored:  # torch's own causal flag would align the queries with the first keys
+    mask: Any = None
+    if before and q.is_cuda and not (narrow or way.scored):  # a mask would be kept for the backward, in fp32
+        mask = causal_lower_right(queries, keys)
+    elif before or narrow or way.scored:  # torch's own causal flag would align the queries with the first keys
         mask = torch.ones((queries, keys), dtype=torch.bool, device=q.device).tril_(before)
         if narrow and way.window is not None:
             mask = mask.triu_(before + 1 - way.window)

@@ -43,18 +43,17 @@ class Candidates:
         ends = np.cumsum([part.sum() for part in parts])
         return [Candidates(part, self.ids[end - part.sum() : end]) for part, end in zip(parts, ends, strict=True)]
 
-    def chosen(self, tokens: torch.Tensor) -> Candidates:
-        """Those of ``tokens``, int64 numbers of them, in that order."""
-        numbers = tokens.cpu().numpy()
+    def chosen(self, numbers: np.ndarray) -> Candidates:
+        """Those of the tokens with these ``numbers``, int64, in that order."""
         counts = self.counts[numbers]
         ends = np.cumsum(counts)
         firsts = (np.cumsum(self.counts) - self.counts)[numbers] - (ends - counts)
         places = np.repeat(firsts, counts) + np.arange(counts.sum())
-        return Candidates(counts, self.ids[torch.from_numpy(places).to(self.ids.device)])
+        return Candidates(counts, self.ids[to_device(torch.from_numpy(places), self.ids.device)])
 
     def table(self) -> torch.Tensor:
         """int64 ``[tokens, most]``, padded with -1; a token that was chosen from all has nothing else."""
         most, device = max(1, int(self.counts.max(initial=0))), self.ids.device
-        there = torch.arange(most, device=device) < torch.from_numpy(self.counts).to(device)[:, None]
+        there = torch.arange(most, device=device) < to_device(torch.from_numpy(self.counts), device)[:, None]
         padded = torch.full(there.shape, -1, dtype=torch.int64, device=device)
         return padded.masked_scatter_(there, self.ids.long())

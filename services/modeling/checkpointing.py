@@ -15,7 +15,7 @@ KEPT = frozenset(
     for name in (
         "mm", "addmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
-        "_flash_attention_forward", "_varlen_attn",
+        "_flash_attention_forward", "_efficient_attention_forward", "_varlen_attn",
     )
     if hasattr(library, name)
 )  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -65,9 +66,10 @@ class Places:
         """Of what they were chosen from, where that was recorded: see `Candidates.table`."""
         return None if self.candidates is None else self.candidates.table()
 
-    def chosen(self, tokens: torch.Tensor) -> Places:
-        """Those of ``tokens``, int64 numbers of them, in that order."""
-        candidates = None if self.candidates is None else self.candidates.chosen(tokens)
+    def chosen(self, numbers: np.ndarray) -> Places:
+        """Those of the tokens with these ``numbers``, int64, in that order."""
+        candidates = None if self.candidates is None else self.candidates.chosen(numbers)
+        tokens = to_device(torch.from_numpy(numbers), self.target.device)
         return Places(self.target[tokens], candidates, None if self.taught is None else self.taught.chosen(tokens))
 
     def split(self, size: int) -> list[Places]:
@@ -108,12 +110,16 @@ def of_places(model: Any, rows: Rows, compute: Compute, which: int) -> torch.Ten
     if ulysses is None:
         return compute(hidden[rows.source], places)
     length = rows.tokens.shape[1]
-    owners = ulysses.owners(rows.source, length)
+    owners = ulysses.owners(rows.host_source, length)
     mine = owners[ulysses.rank]
-    found = compute(hidden[rows.source[mine] - ulysses.first(length)], places.chosen(mine))
+    here, back = (
+        to_device(torch.from_numpy(each), hidden.device)
+        for each in (rows.host_source[mine] - ulysses.first(length), np.concatenate(owners).argsort())
+    )
+    found = compute(hidden[here], places.chosen(mine))
     parts = ulysses.gather(found, [len(owned) for owned in owners])
     # Rows are in the ranks' order now: back to that of the tokens.
-    return torch.cat(parts, -1)[:, torch.cat(owners).argsort()]
+    return torch.cat(parts, -1)[:, back]
 
 
 def model_inputs(model: Any, rows: Rows) -> dict[str, Any]:

@@ -70,6 +70,8 @@ class Rows:
     """int64 ``[sampled tokens]``: where in ``trajectories * (longest - 1)`` they are."""
     source: torch.Tensor
     """int64 ``[sampled tokens]``: where in ``rows * length`` each sampled token is predicted, in `mask`'s order."""
+    host_source: np.ndarray
+    """The same, where it can be read without waiting for a device."""
     target: torch.Tensor
     """int64 ``[sampled tokens]``: their ids."""
     candidates: Candidates | None = None
@@ -329,6 +331,7 @@ class _Draft:
             said,
             places,
             begins,
+            source,
             ends,
             Candidates.of([self._trajectories[index] for index in self._members], device),
             self._routing,

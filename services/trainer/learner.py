@@ -388,11 +388,10 @@ class Learner(ModelLearner):
 
     @torch.no_grad()
     def _mean_weight(self, parts: Iterator[Part], counts: list[float]) -> float:
-        total = count = 0.0
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for part, counts_once in zip(parts, counts, strict=True):
-            of_weights, of_count = self.algorithm.mean_terms(part)
+            terms = self.algorithm.mean_terms(part)
             if counts_once:
-                total += float(of_weights)
-                count += float(of_count)
-        total, count = self.world.sum([total, count])
+                sums += torch.stack([term.double() for term in terms])
+        total, count = self.world.sum(sums.tolist())
         return total / count if total else 1.0  # all 0: so they stay

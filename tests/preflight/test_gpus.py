@@ -106,6 +106,10 @@ def test_kernels_that_a_model_would_be_faster_with_are_named(
     gpus.look(config, report)
     notes = [note for note in report.notes if "pip install" in note]
     assert [note.partition("pip install ")[2] for note in notes] == [packages] * bool(packages)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"deterministic": True})})
+    refused = [line for line in found(config).split("\n") if line.startswith("run.deterministic: torch's reference")]
+    sums = packages.partition(" ")[2]
+    assert [re.findall(r"pip install ([^,]+),", line) for line in refused] == [[sums]] * bool(sums)
     monkeypatch.setattr(gpus, "find_spec", lambda name: name)
     report = Report()
     gpus.look(config, report)

@@ -31,10 +31,11 @@ class Asked(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("given", [0, 3])
+@pytest.mark.parametrize(("given", "normalize"), [(0, False), (3, False), (0, True)])
 @pytest.mark.parametrize("loss", ["ppo_clip", "reinforce", "cispo", "gspo"])
-def test_waits_are_a_steps_and_not_a_micro_batchs(loss: str, given: int) -> None:
-    algorithm = {"loss": {"type": loss}, "correction": {"type": "truncated"}, "entropy_bonus": 0.01}
+def test_waits_are_a_steps_and_not_a_micro_batchs(loss: str, given: int, normalize: bool) -> None:
+    correction = {"type": "truncated", "normalize": normalize}
+    algorithm = {"loss": {"type": loss}, "correction": correction, "entropy_bonus": 0.01}
     counts, passes = [], []
     for tokens in (60, 1000):
         config = {"tokens_per_micro_batch": tokens, "algorithm": algorithm}

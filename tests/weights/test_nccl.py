@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import itertools
 import re
 import shutil
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import structlog
@@ -215,3 +219,29 @@ def test_every_wait_for_a_large_model_is_as_long_as_its_bytes_take() -> None:
     config = WeightsConfig()
     assert config.patience_s(10 << 20) == pytest.approx(config.deadline_s, rel=0.01)
     assert config.patience_s(141_000_000_000) > 280, "a seed at 0.5 GB/s"
+
+
+def test_a_group_that_is_left_behind_keeps_what_it_may_still_write_to(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(nccl.LIBRARY, library.penstock_path)  # type: ignore[attr-defined]
+    monkeypatch.setattr(nccl, "ABORT_S", 0.2)
+    library.stub_mode(OK)
+    device, queue, end = torch.device("cpu"), StubQueue(library), time.monotonic() + 5
+    lane = nccl.NcclLane(lambda make: make(), 0, 1, device, queue, end)  # type: ignore[arg-type]
+    options = SimpleNamespace(rootRank=0, timeout=timedelta(seconds=5))
+    given = []
+    for mode in (OK, BROADCAST_STALLS):
+        library.stub_mode(mode)
+        buffer = torch.zeros(64, dtype=torch.uint8)
+        given.append(weakref.ref(buffer))
+        work = lane.broadcast([buffer], options)
+        if mode == OK:
+            until(work.is_completed, 5, "a broadcast to end")
+        del buffer
+    library.stub_mode(ABORT_BLOCKS)
+    lane.abort()
+    del lane, work
+    gc.collect()
+    assert [each() is None for each in given] == [True, False]
+    library.stub_mode(OK)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -40,10 +41,10 @@ class SequenceParallel:
         """This rank's tokens of ``row`` ``[1, length, …]``, which is padded with ``fill`` so that it can be cut."""
         return self._padded(row, 1, fill).chunk(self.size, 1)[self.rank]
 
-    def owners(self, source: torch.Tensor, length: int) -> list[torch.Tensor]:
+    def owners(self, source: np.ndarray, length: int) -> list[np.ndarray]:
         """For each rank, which of the places ``source`` (int64 ``[places]``) in a row of ``length`` it has."""
         owner = source // self._share(length)
-        return [(owner == rank).nonzero().squeeze(-1) for rank in range(self.size)]
+        return [np.flatnonzero(owner == rank) for rank in range(self.size)]
 
     def first(self, length: int) -> int:
         """This rank's first place in a row of ``length``."""

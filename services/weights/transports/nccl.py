@@ -14,10 +14,12 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,9 @@ class NcclLane:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._communicator: c_void_p | None = None
         self._left = False
+        self._held: deque[_Given] = deque()
+        """What NCCL may not be done with: freed, its memory would be somebody else's while a broadcast that does not
+        end may still write there. A group that is left behind has it for good."""
         self._asking = threading.Lock()
         """The communicator is there: nobody asks it once it is being ended."""
         threading.Thread(target=self._run, name=f"nccl-{rank}", daemon=True).start()
@@ -169,10 +174,14 @@ class NcclLane:
 
         def put() -> Event:
             assert self._communicator
+            while self._held and (before := self._held[0].done) and before.query():
+                self._held.popleft()
+            self._held.append(given := _Given(tensor))
             self._nccl.broadcast(tensor, options.rootRank, self._communicator, self._queue.handle)
             # It is in the queue by then; before, the event would lie before it, and the next call be refused.
             self._until(lambda: self._state() == SUCCESS, deadline, "take a broadcast")
-            return self._queue.mark()
+            given.done = self._queue.mark()
+            return given.done
 
         return NcclWork(self, self._call(put, deadline, "take a broadcast"))
 
@@ -247,6 +256,14 @@ class NcclLane:
             if time.monotonic() > deadline:
                 raise NcclError(f"the group did not {what}")
             time.sleep(POLL_S)
+
+
+@dataclass
+class _Given:
+    """What a broadcast reads or fills; and when that is done, once it is in line."""
+
+    tensor: torch.Tensor
+    done: Event | None = None
 
 
 class NcclWork:
