@@ -19,7 +19,7 @@ from penstock.pipeline.resources.trainer_memory import (
 )
 from penstock.services.critic.config import shares_devices
 from penstock.services.learning.config import LearnerConfig
-from penstock.services.modeling.decoder_shape import Shape
+from penstock.services.modeling.decoder_shape import SEEN_BYTES, Shape
 from penstock.services.rollout.config import VLLM_DEFAULT, NoEngineConfig, PluginEngineConfig, TorchEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.trainer.config import LoraConfig, TrainerConfig
@@ -371,4 +371,4 @@ def embedded_gib(config: Config, shape: Shape) -> float:
     engine = config.rollout.engine
     assert isinstance(engine, TorchEngineConfig)
     kv = engine.max_sequences * (engine.max_length * shape.kv_bytes + shape.state_bytes)
-    return (2 * shape.served * shape.served_bytes + kv) / GIB + OVERHEAD_GIB
+    return (2 * shape.served * shape.served_bytes + kv + SEEN_BYTES * shape.sees) / GIB + OVERHEAD_GIB

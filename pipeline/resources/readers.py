@@ -51,7 +51,7 @@ def scorer_gib(config: Config, kind: str) -> float | None:
     tokens, longest = scorer.options.get("tokens_per_batch", BATCH), shape.longest
     weights: float = shape.served * shape.served_bytes
     if scorer.scorer == "reward_model":  # it has no head, sees nothing, and reads the end of what is longer
-        weights = (shape.served - shape.head * (not shape.tied)) * shape.served_bytes
+        weights, shape = (shape.served - shape.head * (not shape.tied)) * shape.served_bytes, replace(shape, sees=False)
         longest = min(longest, scorer.options.get("max_length", LONGEST))
     return _reading_gib(shape, weights, max(tokens, longest))
 
@@ -61,7 +61,7 @@ def _reading_gib(shape: Shape, weights: float, tokens: int) -> float:
     wide = 3 * (shape.beside if shape.experts else shape.intermediate)
     wide += shape.chosen * (2 * shape.hidden + 3 * shape.intermediate) if shape.experts else 0
     inner = shape.served_bytes * tokens * (8 * shape.hidden + wide) / GIB
-    return weights / GIB + max(inner, 1.5 * LOGITS_GIB) + OVERHEAD_GIB
+    return (weights + shape.seen_bytes) / GIB + max(inner, 1.5 * LOGITS_GIB) + OVERHEAD_GIB
 
 
 def shorter(config: Config) -> str:

@@ -110,6 +110,7 @@ def _parts(
         "weights in 4 bits": codes,
         "one of them, whole": wide * max((matrix.size for matrix in coded), default=0),
         "towers that see": shape.sight_bytes,
+        "pictures, as seen": shape.seen_bytes,
         "gathered units": ends + layers,
         "activations": acts,
         "logits": logits,

@@ -25,6 +25,10 @@ from penstock.services.modeling.layer_names import is_called, is_pattern
 from penstock.services.modeling.lengths import stretched
 from penstock.services.modeling.parallel.stage_layers import stage_layers
 
+SEEN_BYTES = 512 << 20
+"""Of what towers that stand still have found in pictures, so much is remembered on a device; the oldest is
+forgotten."""
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -131,7 +135,7 @@ class Shape:
     learned_towers: int = 0
     """Of these, those that learn (`trainer.train_towers`)."""
     sees: bool = False
-    """Prompts show pictures: a rank of the trainer has towers that stand still once more."""
+    """It is shown pictures: a rank of the trainer has towers that stand still once more."""
     longest: int = 0
     """Tokens of the longest row that the run may make, which is never cut; 0: nobody knows."""
     still: tuple[int, ...] = ()
@@ -285,6 +289,11 @@ class Shape:
     def sight_bytes(self) -> int:
         """Of the copy of the towers that a rank of the trainer sees with; others have the model's own."""
         return self.towers * self.served_bytes * (self.sees and not self.learned_towers)
+
+    @property
+    def seen_bytes(self) -> int:
+        """Of what is remembered of pictures by whoever reads these."""
+        return SEEN_BYTES * (self.sees and not self.learned_towers)
 
     @property
     def met(self) -> float:

@@ -21,15 +21,13 @@ import torch
 
 from penstock.protocols.experience import Trajectory
 from penstock.services.data.picture_files import PictureError, blank_picture
+from penstock.services.modeling.decoder_shape import SEEN_BYTES
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.pictures import PictureReader, placeholder
 from penstock.services.modeling.pinned import to_device
 from penstock.services.modeling.tower_copy import TowerCopy
 from penstock.services.modeling.towers import learns, towers
 from penstock.services.runtime.kept import Kept
-
-FOUND_BYTES = 512 << 20
-"""Of what towers have found in pictures, so much is remembered; the oldest is forgotten."""
 
 
 class Looking(Protocol):
@@ -69,7 +67,7 @@ class Sight:
         self._token, self._path, self._key = token, path, key
         self._looking, self._dtype, self._device, self.learns = looking, dtype, device, learn
         self._reader: PictureReader | None = None
-        self._found: Kept[_Found] = Kept(FOUND_BYTES, lambda found: found.nbytes)
+        self._found: Kept[_Found] = Kept(SEEN_BYTES, lambda found: found.nbytes)
         self._blank: dict[str, torch.Tensor] | None = None
         """What is given to the towers where rows show nothing."""
         self._shown: torch.Tensor | None = None
