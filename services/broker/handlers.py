@@ -15,7 +15,7 @@ from penstock.protocols.columns import ColumnError
 from penstock.protocols.experience import ExperienceError, Purpose
 from penstock.protocols.packed_groups import source_in
 from penstock.protocols.router_server import reason_of
-from penstock.services.broker import best_version, clock, held_out_loss, scoring
+from penstock.services.broker import best_version, clock, held_out_loss, offers, scoring
 from penstock.services.broker.agents import AgentDesk, NotHeldError
 from penstock.services.broker.membership import Member, MembershipError
 from penstock.services.broker.rules.ledger import LedgerError, Step
@@ -138,6 +138,8 @@ class Handlers:
         log.info("member joined", member=hello.name, kind=hello.kind, host=hello.host, pid=hello.pid)
         welcome = m.Welcome(run=state.settings.run, heartbeat_s=state.settings.broker.heartbeat_s)
         state.router.send(identity, welcome, request)
+        if older and older.identity == identity and (member := state.members.get(identity)):
+            offers.say_again(state, older, member)
         if hello.kind in ("rollout", "trainer"):
             state.receivers_changed = True
 
@@ -335,7 +337,7 @@ class Handlers:
     # --- weights -----------------------------------------------------------------------------------------------------
 
     def _on_relay(self, member: Member, request: int, message: m.Invite | m.Propose) -> None:
-        self._state.router.send(member.identity, m.Relayed(absent=self._relay(message)), request)
+        self._state.router.send(member.identity, m.Relayed(absent=offers.relay(self._state, message)), request)
 
     def _on_commit_version(self, member: Member, request: int, commit: m.CommitVersion) -> None:
         """A version that no step yields now: the first one, and what a late rollout is seeded with."""
@@ -343,23 +345,15 @@ class Handlers:
 
     def _publish(self, commit: m.CommitVersion) -> list[str]:
         self._state.versions.publish(commit.version, commit.digests.whole)
-        return self._relay(commit)
+        return offers.relay(self._state, commit)
 
     def _on_published(self, _member: Member, _request: int, published: m.Published) -> None:
         self._state.progress.publish_cost = published.version, published.cost
 
-    def _relay(self, message: m.Invite | m.Propose | m.CommitVersion) -> list[str]:
-        """Passes on what the trainer says to rollouts; returns those that are not here."""
-        state = self._state
-        here = {rollout.identity for rollout in state.members.of_kind("rollout")}
-        for target in message.targets:
-            if target in here:
-                state.router.send(target, message)
-        return [target for target in message.targets if target not in here]
-
     def _on_report(self, member: Member, request: int, report: m.Reach | m.LoadFailed) -> None:
         """What a rollout says to the trainer."""
         if isinstance(report, m.LoadFailed):
+            offers.answered(member, report)
             log.warning("a version was not loaded", member=member.name, version=report.version, error=report.error)
         self._state.tell_trainer(report.model_copy(update={"receiver": member.identity}))
         self._ack(member, request)
@@ -369,6 +363,7 @@ class Handlers:
         if loaded.digest != state.versions.digests.get(loaded.version):
             raise LedgerError(f"version {loaded.version} with digest {loaded.digest} was never published")
         member.version, member.digest = loaded.version, loaded.digest
+        offers.answered(member, loaded)
         self._record_load(member, loaded)
         state.tell_trainer(loaded.model_copy(update={"receiver": member.identity}))
         state.receivers_changed = True

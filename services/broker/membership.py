@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Set
 from dataclasses import dataclass, field
 
 from penstock.protocols.mailbox import is_yet_to_come
-from penstock.protocols.messages import Hello
+from penstock.protocols.messages import CommitVersion, Hello, Propose
 from penstock.services.broker.rules.journal import Journal
 
 LOST_S = 600.0
@@ -37,6 +37,8 @@ class Member:
     given: int = 0
     """Items it was given since its hello."""
     gauges: dict[str, float] = field(default_factory=dict)
+    offered: list[Propose | CommitVersion] = field(default_factory=list)
+    """What a rollout was told last of a version, and has not answered: see `offers`."""
 
     @property
     def room(self) -> int:

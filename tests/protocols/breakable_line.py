@@ -8,12 +8,12 @@ from contextlib import suppress
 
 
 class BreakableLine:
-    """Passes bytes on to the broker at ``address``, until `cut` or the first that has ``word`` on its way there:
-    ``word`` is lost then, and the connection with it; ``again``: so is each one after it. New connections are taken as
-    before."""
+    """Passes bytes on to the broker at ``address``, until `cut` or the first that has ``word`` on its way there, or
+    ``back``: ``word`` is lost then, and the connection with it; ``again``: so is each one after it. New connections are
+    taken as before."""
 
-    def __init__(self, address: str, word: bytes = b"", again: bool = False) -> None:
-        self.word, self.cuts, self._again = word, 0, again
+    def __init__(self, address: str, word: bytes = b"", again: bool = False, back: bool = False) -> None:
+        self.word, self.cuts, self._again, self._back = word, 0, again, back
         self._there = int(address.rpartition(":")[2])
         self._open: list[socket.socket] = []
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -44,7 +44,7 @@ class BreakableLine:
     def _pass_on(self, source: socket.socket, to: socket.socket, out: bool) -> None:
         with suppress(OSError):
             while part := source.recv(1 << 16):
-                if out and self.word and self.word in part:
+                if out != self._back and self.word and self.word in part:
                     self.word = self.word if self._again else b""
                     self.cut()
                 to.sendall(part)

@@ -120,7 +120,9 @@ class Receiver:
         with self._changed:
             at = message.epoch, message.version
             if isinstance(message, Propose):
-                if self._newest is not None and at <= self._newest:
+                if at == self._newest:
+                    return  # said again: its line broke
+                if self._newest is not None and at < self._newest:
                     log.warning("an old proposal is refused", epoch=at[0], version=at[1], newest=self._newest)
                     return
                 self._newest = at
