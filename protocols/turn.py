@@ -27,4 +27,4 @@ class Turn:
     words is where each stands; without, they stand before the words."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Whatever else there is to measure of this turn. They are added up over a trajectory's turns, and the mean of each
-    over trajectories is in the step's metrics, as ``agent/NAME``."""
+    over the trajectories that report it is in the step's metrics, as ``agent/NAME``: where 0 counts, give it."""

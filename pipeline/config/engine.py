@@ -23,7 +23,7 @@ def check_engine(config: Any) -> None:
         if config.weights.canary_tokens > engine.max_length:
             raise ValueError(
                 f"weights.canary_tokens={config.weights.canary_tokens} exceeds "
-                f"rollout.engine.max_length={engine.max_length}"
+                f"rollout.engine.max_length={engine.max_length}; set it to {engine.max_length} or less"
             )
     if sampling.max_new_tokens is None and engine.max_length is None:
         raise ValueError(

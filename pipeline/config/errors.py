@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel
 
+from penstock.pipeline.config.foreign_names import known_here
 from penstock.pipeline.config.schema import Config
 from penstock.services.broker.config import ONE_SET
 from penstock.services.runtime.nearest import closest, hint, nearest
@@ -17,6 +18,8 @@ ALIKE = 0.75
 """Above it a name is taken for a slip of the pen, below it rather for another key's."""
 MOST_MEANT = 3
 
+FILES = {"json": ("jsonl", "json"), "csv": ("csv",), "parquet": ("parquet",)}
+"""What `datasets` calls files, by how their names end."""
 PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo", "cpo")
 """Methods that others have and that are none of ours, though some of ours have a name like theirs."""
 
@@ -26,18 +29,18 @@ def explain(data: Any, problem: Any) -> str:
     path = _path(data, problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
-        return f"{'.'.join(map(str, path))}: unknown key; {_meant(data, path)}"
+        return f"{'.'.join(map(str, path))}: unknown key; {_meant(data, path, problem['input'])}"
     if problem["type"] == "missing":
         return f"{'.'.join(map(str, path))}: missing; give it a value"
     if problem["type"] == "literal_error":
         message += f", got {problem['input']!r}" + _hint(str(problem["input"]), problem["ctx"]["expected"].split("'"))
     elif problem["type"] == "union_tag_not_found":
         near = [f"type: {tag(model)}" for model in _sections(data, path)]
-        message = f"say which kind it is, with one of {', '.join(near)}"
+        message = f"say which kind it is, with one of {', '.join(near)}" + _files(problem["input"])
     elif problem["type"] == "union_tag_invalid":
         known = problem["ctx"]["expected_tags"]
         message = f"type is {problem['ctx']['tag']!r}, but must be one of {known}"
-        message += _hint(problem["ctx"]["tag"], known.split("'"))
+        message += _files(problem["input"]) or _hint(problem["ctx"]["tag"], known.split("'"))
     elif problem["type"] == "string_pattern_mismatch" and "A-Za-z0-9" in problem["ctx"]["pattern"]:
         message = f"{problem['input']!r} is no name: give letters, digits, ., _ and - alone, a letter or digit first"
     elif problem["type"] in ("model_type", "model_attributes_type"):
@@ -63,15 +66,17 @@ def _as_section(data: Any, path: list[Any], value: Any) -> str:
     return "keys and values"
 
 
-def _meant(data: Any, path: list[Any]) -> str:
-    """What the unknown key at ``path`` may stand for: the same of another kind of section, one here that is spelled
-    almost alike, one of the same name elsewhere, one here that is spelled a little alike."""
+def _meant(data: Any, path: list[Any], value: Any) -> str:
+    """What the unknown key at ``path`` may stand for: the same of another kind of section, what others call so, one
+    here that is spelled almost alike, one of the same name elsewhere, one here that is spelled a little alike."""
     from penstock.pipeline.config.key_reference import find, same_name  # parses docstrings, and imports this module
 
     dotted, last = ".".join(map(str, path)), str(path[-1])
     kinds = dict.fromkeys(", ".join(key.needs) for key in find(dotted) if key.needs and key.path.endswith(f".{last}"))
     if kinds:
         return f"it belongs to {' or '.join(kinds)}"
+    if here := known_here(last, value):
+        return here
     known = sorted({name for model in _sections(data, path[:-1]) for name in model.model_fields})
     near = closest(last, known)
     if near and (
@@ -104,6 +109,17 @@ def _path(data: Any, loc: tuple[Any, ...]) -> list[Any]:
             continue  # which of several types a value is taken for
         path.append(part)
     return path
+
+
+def _files(section: Any) -> str:
+    """What to write for rows in files, where ``section`` of another kind, or of none, seems to mean that."""
+    files = [str(name) for name in section.get("files") or ()] if isinstance(section, dict) else []
+    said = [section.get("type"), section.get("path"), *files] if isinstance(section, dict) else []
+    for kind, ends in FILES.items():
+        if any(str(each).rpartition(".")[2].lower() in ends for each in said):
+            named = ", ".join(files) or f"rows.{ends[0]}"
+            return f"; files of your own are {{type: hub, path: {kind}, files: [{named}]}}"
+    return ""
 
 
 def _hint(said: str, known: list[str]) -> str:

@@ -14,6 +14,7 @@ from penstock.pipeline.config import TinyModel
 from penstock.pipeline.models.characters import UNKNOWN, characters_of, usable
 from penstock.protocols.experience import Prompt
 from penstock.services.data.answers import answer_of
+from penstock.services.runtime.files import let_read
 
 PAD, EOS = "<pad>", "<eos>"
 
@@ -93,6 +94,7 @@ def build(
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
+    let_read(folder)
 
 
 def _examples(

@@ -12,11 +12,13 @@ from penstock.pipeline.config import Config, PretrainedModel
 from penstock.pipeline.preflight import given, told_tools
 from penstock.pipeline.preflight.data import ROWS, check_length
 from penstock.pipeline.preflight.report import Report
+from penstock.pipeline.resources.model_files import read_config
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, open_source
 from penstock.services.data.config import DataConfig, MixData, ReasoningGymData
 from penstock.services.rollout.config import PluginEngineConfig, VllmEngineConfig
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.gpus import visible_gpus
 from penstock.services.runtime.hub_names import may_be_on_hub
 from penstock.services.trainer.config import TrainerConfig
 
@@ -42,6 +44,7 @@ def look(config: Config, report: Report) -> None:
             _check_routing(policy, config.rollout.sampling.routing_replay)
             _check_balance(policy, config.trainer.algorithm.router_balance)
             _check_vllm(policy, config, report)
+            _note_rounding(config, report)
             if config.with_critic and not config.critic.path:
                 _check_value_head(policy, "model.path")
     for key, path in readers(config):
@@ -67,6 +70,18 @@ def look(config: Config, report: Report) -> None:
                     f"scorers.{kind}: it writes the column {scorer.writes!r} (options.column), and its columns are "
                     f"{', '.join(scorer.columns)}; give both the same name, or leave options.column out"
                 )
+
+
+def _note_rounding(config: Config, report: Report) -> None:
+    """That what is computed in 16 bits because nothing else was said lies in 32: on a CPU it gains nothing."""
+    model, data = config.model, read_config(config) or {}
+    written = data.get("dtype") or data.get("torch_dtype")
+    if "dtype" in model.model_fields_set or model.dtype == "float32" or written != "float32" or visible_gpus():
+        return
+    report.notes.append(
+        f"model.dtype: {model.dtype}, the default, and the files are float32: answers may differ from those of whoever "
+        "computes in float32, as a tiny model's run does; set model.dtype=float32 to do so too"
+    )
 
 
 def readers(config: Config) -> Iterator[tuple[str, str]]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.config import Config, ConfigError, load
+from penstock.pipeline.config.load import read_sections
 from penstock.pipeline.config.origin import Origin, key_of, read
 from penstock.pipeline.config.passwords import HIDDEN, hide_password
+from penstock.pipeline.preflight.report import Done
 from penstock.pipeline.preflight.steps import counted, done_in
 from penstock.pipeline.run.summary import check_run, read_summary
 from penstock.services.runtime.user_folders import find_files
@@ -36,29 +39,56 @@ STORE = "PENSTOCK_STORE"
 
 
 def resumed(folder: Path, file: Path | None, overrides: list[str] | None) -> tuple[Config, Origin, list[str]]:
-    """The config with which the run in ``folder`` goes on, where that comes from, and what is changed in it, a line
-    for each key. Without ``file`` it is the run's own; with it, the overrides of the runs's starts are kept. Raises
-    `ConfigError`."""
+    """The config with which the run in ``folder`` goes on, where that comes from, and what is changed in it, or is kept
+    although ``file`` says otherwise, a line for each key. Without ``file`` it is the run's own; with it, the overrides
+    of the runs's starts are kept. Raises `ConfigError`."""
     recorded = folder / "config.yaml"
     check_run(folder, "--resume")
     began = load(recorded)
     origin = (read(folder) or Origin(str(recorded.resolve()))).with_overrides(overrides)
     kept: list[str] = []
+    by_file: Config | None = None
     done = done_in(folder)
     if file is None:
+        by_file = _by_its_file(origin, began, done)  # before the run's own, after which this process looks for files
         config = load(recorded, overrides)
     else:
         origin = Origin(str(file.resolve()), origin.overrides)
         config = load(file, list(origin.overrides))
         with suppress(ConfigError):  # a file may need what was given at its first start
             said = changes(counted(load(file, overrides), began, done)[0], counted(config, began, done)[0])
-            kept = [f"{change} (given at an earlier start, which holds; {file.name} says otherwise)" for change in said]
+            why = f"(given at an earlier start, which holds; {file.name} says otherwise)"
+            kept = [f"kept: {change} {why}" for change in said]
     config = with_password(config)
     asked_now = any(key_of(override) == "trainer.steps" for override in overrides or [])
     config, _ = counted(config, None if asked_now else began, done)
     check_fixed(began, config)
     check_left(folder, config)
-    return config, origin, [*changes(began, config), *kept]
+    if by_file and (more := _said_otherwise(Path(origin.file), config, by_file)):
+        others = f", and {len(more) - 1} more" if len(more) > 1 else ""
+        again = f"penstock run {shlex.quote(_short(origin.file))} --resume {shlex.quote(str(folder))}"
+        kept = [f"not taken: {more[0]} as {Path(origin.file).name} has it by now{others}; to take it: {again}"]
+    return config, origin, [*(f"changed: {change}" for change in changes(began, config)), *kept]
+
+
+def _by_its_file(origin: Origin, began: Config, done: Done) -> Config | None:
+    """The config of a run's file as that is now, under the overrides of the run's starts; None where there is none."""
+    with suppress(ConfigError):
+        return counted(load(Path(origin.file), list(origin.overrides)), began, done)[0]
+    return None
+
+
+def _said_otherwise(file: Path, config: Config, by_file: Config) -> list[str]:
+    """What ``file`` has said since the run began, and ``config`` has not; but nothing that it leaves to defaults, which
+    may be others by now."""
+    said = leaves(read_sections(file))
+    keys = {key for one in said for key in (one, *_above(one))}
+    return [change for change in changes(config, by_file) if change.partition(":")[0] in keys]
+
+
+def _short(path: str) -> str:
+    """As seen from here."""
+    return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
 
 
 def with_password(config: Config) -> Config:
@@ -149,10 +179,15 @@ def _is_gone(path: Any, folder: bool) -> bool:
     return not Path(path).exists() if folder else not find_files(path)
 
 
+def _above(key: str) -> list[str]:
+    """The keys above ``key``: one that is a value on one side, such as null, has it all."""
+    parts = key.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
 def _kinds(key: str) -> list[str]:
     """The keys ``type`` above ``key``: where one of them differs, everything below it does."""
-    parts = key.split(".")
-    return [".".join([*parts[:end], "type"]) for end in range(1, len(parts))]
+    return [f"{above}.type" for above in _above(key)]
 
 
 def _words(key: str, values: dict[str, Any]) -> str:
@@ -168,6 +203,7 @@ def changes(began: Config, config: Config) -> list[str]:
     """``gate.max_lag: 2 → 1``, and so on."""
     before, now = leaves(began.model_dump(mode="json")), leaves(config.model_dump(mode="json"))
     keys = [key for key in dict.fromkeys([*before, *now]) if key not in NOWHERE and _differ(key, before, now)]
+    keys = [key for key in keys if not any(above in before or above in now for above in _above(key))]
     return [f"{key}: {_words(key, before)} → {_words(key, now)}" for key in keys if key != "store.url"]
 
 

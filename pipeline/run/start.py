@@ -119,7 +119,7 @@ def _tell(console: Console, report: Report, done: int | None, changed: list[str]
     """What one should know before it starts; ``done``: steps of one that goes on."""
     lines = [f"note: {plain(note)}" for note in report.notes]
     lines += [] if done is None else [f"goes on after {done} steps"]
-    for line in (*lines, *(f"changed: {change}" for change in changed)):
+    for line in (*lines, *changed):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -128,7 +128,7 @@ def laid_out(file: str | None, overrides: list[str], resume: Path | None) -> tup
     many steps as the prompts make, where `trainer.steps` says so, and the layout of `run.placement: auto`."""
     config, origin, changed = _placed(file, overrides, resume)
     config, line = counted(config)
-    return config, origin, [*changed, *([line] if line else [])]
+    return config, origin, [*changed, *([f"changed: {line}"] if line else [])]
 
 
 def _placed(file: str | None, overrides: list[str], resume: Path | None) -> tuple[Config, Origin, list[str]]:
@@ -143,7 +143,7 @@ def _placed(file: str | None, overrides: list[str], resume: Path | None) -> tupl
     with of_their_own(config):
         choice = choose(config)
     config, origin, changed = _read(file, [*given, *choice.overrides], resume)
-    return config, replace(origin, before_auto=choice.before), [*changed, choice.line]
+    return config, replace(origin, before_auto=choice.before), [*changed, f"changed: {choice.line}"]
 
 
 def _read(file: str | None, overrides: list[str], resume: Path | None) -> tuple[Config, Origin, list[str]]:
@@ -159,7 +159,7 @@ def _show(config: Config, report: Report, changed: list[str]) -> int:
     if not report.problems:
         typer.echo(dump(config), nl=False)
     for change in changed:
-        typer.echo(f"# changed: {change}")
+        typer.echo(f"# {change}")
     for line in report.lines:
         typer.echo(f"# {line}")
     for note in report.notes:

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.pipeline.config import ConfigError
+from penstock.pipeline.config.foreign_names import known_here
 from penstock.pipeline.config.key_reference import REQUIRED, Block, Key, find, nearest, reference, walk
 
 
@@ -27,6 +28,7 @@ def show_key(console: Console, path: str) -> None:
     if not keys:
         near = nearest(path)
         hint = f"did you mean {' or '.join(near)}?" if near else "penstock config lists the sections"
+        hint = known_here(path.rpartition(".")[2]) or known_here(path.partition(".")[0]) or hint
         raise ConfigError(f"{path}: there is no such key; {hint}")
     for number, key in enumerate(keys):
         if number:

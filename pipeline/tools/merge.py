@@ -16,6 +16,7 @@ from penstock.pipeline.config import ConfigError
 from penstock.protocols.versions import Dtype
 from penstock.services.modeling.adapter_files import CONFIG, AdapterShape, read_shape
 from penstock.services.runtime import own_code
+from penstock.services.runtime.files import let_read
 from penstock.services.runtime.install import install
 
 
@@ -105,6 +106,7 @@ def _write_merged(checkpoint: Path, about: AdapterShape | None, out: Path, dtype
     beside = read_beside(folder_of(path, "CHECKPOINT"), has_own_code(merged.config))
     name_own_code(merged.config, beside)
     merged.to(DTYPES[dtype]).save_pretrained(out)
+    let_read(out)
     write_beside(beside, out)
     tokenizer = load_tokenizer(str(checkpoint), key="CHECKPOINT")
     if told is not None:

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from penstock.services.modeling.experts import counted, is_experts, matrices_of
 from penstock.services.modeling.families import TURNED
 from penstock.services.modeling.file_names import names_in_files
+from penstock.services.runtime.files import let_read
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -117,6 +118,7 @@ def save_in_parts(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], par
         # Cloned: safetensors refuses tensors that share memory, as those of one buffer do.
         held[name], size = tensor.detach().clone(), size + tensor.nbytes
     write()
+    let_read(folder)
     names = {
         name: f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
         for number, part in enumerate(parts)

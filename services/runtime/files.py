@@ -36,6 +36,17 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def let_read(folder: Path) -> None:
+    """The safetensors files in ``folder`` get the rights that a new file has: the library makes them their owner's
+    alone, and a server may be another user."""
+    probe = folder / f".rights-{os.getpid()}"
+    probe.touch()
+    rights = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for path in folder.glob("*.safetensors"):
+        path.chmod(rights)
+
+
 def remove_numbered(folder: Path, before: str, behind: str, number: int) -> None:
     """Removes the file called ``before``, ``number`` in six digits, ``behind``; and those of lower numbers, which are
     there where more were kept until now."""

@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from penstock.pipeline.cli import app
 from penstock.pipeline.config import ConfigError, dump, hide_password, load, parse
+from penstock.pipeline.config.foreign_names import HERE
+from penstock.pipeline.config.key_reference import find
 from penstock.pipeline.config.load import read_sections
 from penstock.pipeline.tools.export import FIXED, TOKENS
 from penstock.protocols.columns import FIELDS, METRICS
@@ -71,6 +73,13 @@ def test_shipped_configs_survive_a_round_trip(path: Path) -> None:
         ("gate.max_lagg=1", "gate.max_lagg: unknown key; did you mean 'max_lag'?"),
         ("max_lag=2", "max_lag: unknown key; did you mean gate.max_lag?"),
         ("trainer.lr=1e-4", "trainer.lr: unknown key; did you mean trainer.optimizer.lr or "),
+        ("trainer.total_epochs=1", "trainer.total_epochs: unknown key; here it is prompts.epochs, with trainer.steps="),
+        ("num_generations=8", "num_generations: unknown key; here it is rollout.sampling.n (docs/moving.md)"),
+        (
+            "data.train_batch_size=8",
+            "a section of verl's: train_batch_size is gate.groups_per_step here",
+        ),
+        ("actor_rollout_ref.rollout.n=8", "a section of verl's: docs/moving.md says what each of its keys is here"),
         ("model.path=x", "model.path: unknown key; it belongs to model.type=pretrained"),
         ("reward.functions=[mine:slow]", "functions.0: 'mine:slow' is no section; give {function: \"mine:slow\"}"),
         ("trainer.algorithm.loss=gspo", "trainer.algorithm.loss: 'gspo' is no section; give {type: gspo}"),
@@ -102,6 +111,8 @@ def test_shipped_configs_survive_a_round_trip(path: Path) -> None:
             "reward.functions.0.function: 'exact' is neither module:function nor one",
         ),
         ("prompts.train={type: hub}", "prompts.train.path: missing"),
+        ("prompts.train={type: jsonl}", "files of your own are {type: hub, path: json, files: [rows.jsonl]}"),
+        ("prompts.eval={files: [a.csv]}", "files of your own are {type: hub, path: csv, files: [a.csv]}"),
         (
             "rollout.engine={max_length: 64}",
             "rollout.engine: say which kind it is, with one of type: torch, type: vllm",
@@ -352,3 +363,12 @@ def test_dry_run_prints_and_starts_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 def test_no_column_can_have_the_name_of_a_field_of_what_is_exported() -> None:
     assert {*FIXED, *TOKENS, "metrics"} <= FIELDS | METRICS
+
+
+def test_what_others_call_it_is_in_the_docs_and_is_a_key_here() -> None:
+    rows = Path("docs/moving.md").read_text().splitlines()
+    for name, here in HERE.items():
+        key = re.match(r"[\w.]+", here)
+        assert key and find(key[0]), here
+        told = [row for row in rows if re.search(rf"[`.]{name}[`.:]", row.partition(" | ")[0])]
+        assert any(key[0] in row.partition(" | ")[2] for row in told), (name, here)

@@ -24,7 +24,7 @@ from penstock.pipeline.run import lock
 from penstock.pipeline.run.data_rows import changed_rows
 from penstock.pipeline.run.folder import begin, claim, named, new_folder, run_key, run_name
 from penstock.pipeline.run.lock import held, is_live
-from penstock.pipeline.run.resume import check_fixed, complete, how_to_go_on, resumed
+from penstock.pipeline.run.resume import changes, check_fixed, complete, how_to_go_on, resumed
 from penstock.pipeline.run.start import start
 from penstock.pipeline.run.summary import read_summary
 from penstock.protocols.run_lock import holder
@@ -67,7 +67,7 @@ def test_alone_it_goes_on_as_it_was(folder: Path) -> None:
 def test_every_change_is_a_line_and_is_kept(folder: Path) -> None:
     config, origin, changed = resumed(folder, None, ["gate.max_lag=1", "trainer.optimizer.lr=1.0e-4"])
     assert config.gate.max_lag == 1
-    assert changed == ["gate.max_lag: 3 → 1", "trainer.optimizer.lr: 1e-06 → 0.0001"]
+    assert changed == ["changed: gate.max_lag: 3 → 1", "changed: trainer.optimizer.lr: 1e-06 → 0.0001"]
     write(folder, origin)
     kept = read(folder)
     assert kept and kept.overrides == ("gate.max_lag=1", "trainer.optimizer.lr=1.0e-4")
@@ -78,8 +78,33 @@ def test_a_file_that_is_given_again_is_read_anew_under_the_old_overrides(folder:
     file.write_text(FILE.replace("50", "80"))
     config, _, changed = resumed(folder, file, [])
     assert config.trainer.steps == 80 and config.gate.max_lag == 3
-    holds = "gate.max_lag: 1 → 3 (given at an earlier start, which holds; run.yaml says otherwise)"
-    assert changed == ["trainer.steps: 50 → 80", holds]
+    holds = "kept: gate.max_lag: 1 → 3 (given at an earlier start, which holds; run.yaml says otherwise)"
+    assert changed == ["changed: trainer.steps: 50 → 80", holds]
+
+
+def test_a_file_that_was_edited_and_is_not_given_again_is_told_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = folder.parents[1] / "run.yaml"
+    monkeypatch.chdir(file.parent)
+    file.write_text(FILE.replace("50", "80"))
+    config, _, (told,) = resumed(folder, None, [])
+    assert config.trainer.steps == 50
+    assert told == (
+        "not taken: trainer.steps: 50 → 80 as run.yaml has it by now; to take it: penstock run run.yaml --resume "
+        f"{folder}"
+    )
+    file.write_text("prompts: {train: {type: sort}}\n")  # says less: what it does not say is as the run began
+    assert resumed(folder, None, [])[2] == []
+    file.unlink()
+    assert resumed(folder, None, ["trainer.steps=90"])[2] == ["changed: trainer.steps: 50 → 90"]
+
+
+def test_a_section_that_one_side_has_is_a_line(folder: Path) -> None:
+    config = load(folder / "config.yaml")
+    more = load(folder / "config.yaml", ["prompts.eval={type: hub, path: json, files: [held_out.jsonl]}"])
+    assert changes(config, more) == ["prompts.eval: none → held_out"]
+    assert changes(more, config) == ["prompts.eval: held_out → none"]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +237,7 @@ def test_a_run_whose_prompts_have_ended_goes_on_with_more_of_them(folder: Path) 
     assert summary and how_to_go_on(config, summary) == "draw the prompts more often, e.g. prompts.epochs=2"
     assert complete(folder, load(folder / "config.yaml", ["trainer.steps=90"]))
     more, _, changed = resumed(folder, None, ["prompts.epochs=2", "prompts.eval_every=10"])
-    assert complete(folder, more) is None and len(changed) == 2
+    assert complete(folder, more) is None and len([line for line in changed if line.startswith("changed: ")]) == 2
     with pytest.raises(ConfigError, match=r"prompts\.shuffle: .* a resumed run cannot change that"):
         resumed(folder, None, ["prompts.shuffle=false"])
 
@@ -339,7 +364,7 @@ def test_a_model_and_an_adapter_may_be_elsewhere_once_their_folders_are_gone(
     keys = {"model.path": "model", "trainer.lora.start": "adapter", "critic.lora.start": "adapter"}
     config, _, changed = resumed(moved / "runs" / "first", None, [f"{key}={value}" for key, value in keys.items()])
     assert config.model.path == str(moved / "model")  # type: ignore[union-attr]
-    assert {line.partition(":")[0] for line in changed} == keys.keys()
+    assert {line.split(": ")[1] for line in changed} == keys.keys()
 
 
 def test_a_run_that_is_resumed_from_elsewhere_has_the_data_that_it_began_with(

@@ -288,7 +288,7 @@ def test_questions_that_a_model_of_chats_is_asked_as_bare_text_are_told_of(
     tokenizer.chat_template = template
     tokenizer.save_pretrained(path)
     sums = {"type": "mix", "sources": {"sums": {"type": "reasoning_gym", "task": "chain_sum", **given}}}
-    config = {"model": {"type": "pretrained", "path": str(path)}, "prompts": {"train": sums}}
+    config = {"model": {"type": "pretrained", "path": str(path), "dtype": "float32"}, "prompts": {"train": sums}}
     models.look(Config.model_validate(config), report)
     assert [note.partition(":")[0] for note in report.notes] == ["prompts.train.sources.sums.chat"] * told
 
@@ -304,3 +304,12 @@ def test_a_model_of_which_nothing_ends_an_answer_is_refused(policy: Path, tmp_pa
     rows = {"prompts": {"train": {"type": "sort", "size": 8}}}
     assert "nothing ends an answer of" in said(path, **rows)
     assert not said(path, **rows, rollout={"sampling": {"stop": ["="]}})
+
+
+def test_files_in_32_bits_that_a_cpu_would_compute_with_in_16_are_told_of(policy: Path) -> None:
+    def notes(**model: str) -> list[str]:
+        told = {"model": {"type": "pretrained", "path": str(policy), **model}, "prompts": {"train": {"type": "sort"}}}
+        models.look(Config.model_validate(told), report := Report())
+        return [note for note in report.notes if note.startswith("model.dtype: bfloat16, the default, and the files")]
+
+    assert len(notes()) == 1 and not notes(dtype="bfloat16") and not notes(dtype="float32")
