@@ -72,7 +72,7 @@ def _look_at_warm_start(config: Config, answers: list[str], report: Report) -> N
     short = sum(len(answer) < SHORT for answer in answers)
     assert isinstance(config.model, TinyModel)
     corrupted = config.model.warm_start.corrupted
-    if config.rollout.all_given:
+    if config.rollout.all_given or report.done.steps:  # it was made long ago
         return
     if short > len(answers) / 2:
         why = (
@@ -193,7 +193,7 @@ def check_length(
     where = bound if length < model_length else "the model's own length"
     words = (
         f"{len(long)} of the first {len(sizes)} prompts are too long: up to {max(sizes)} tokens, and with "
-        f"{answer} {where}={length} has room for {length - new}"
+        f"{answer} {where}={length} has room for {max(0, length - new)}"
     )
     if key == "prompts.train" and len(long) == len(sizes):
         report.problems.append(f"{key}: {words}")

@@ -54,7 +54,8 @@ def print_summary(console: Console, summary: dict[str, Any], folder: Path) -> No
     shown = {key: value for key, value in shown.items() if value is not None or not key.startswith(UNSAID)}
     console.print(json.dumps(shown, indent=2, ensure_ascii=False), highlight=False, markup=False, soft_wrap=True)
     if shown.get("reward_last") is not None:
-        console.print("reward_last is the mean of the last ten steps", highlight=False)
+        some = "last ten" if summary["steps"] >= 10 else f"{summary['steps']}"
+        console.print(f"reward_last is the mean of the {some} steps", highlight=False)
     print_findings(console, summary)
     report = folder / "report.html"
     if report.is_file():

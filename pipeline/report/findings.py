@@ -13,6 +13,8 @@ Rows = Sequence[dict[str, Any]]
 
 LAST = 10
 """What is said of the end of a run is said of so many steps."""
+LOST = 0.2
+"""Of what evaluations gained at most, so much is a good part."""
 OFTEN = 0.05
 """A smaller share of steps above a bound is not worth a word."""
 SOLVED = 0.9
@@ -34,7 +36,21 @@ def findings(config: Config | None, state: dict[str, Any], steps: Rows, drops: R
     learned = [*_learned(state, steps), *other_store(state)]
     if back := state["totals"].get("rolled_back"):
         learned.append(f"it was taken back to version {back} (penstock rollback): totals are of what came after")
-    return [*learned, *_rewards(state), *_prompts(state, drops), *_answers(config, steps), *trackers]
+    best = [*_best(config, state)] if config else []
+    return [*learned, *best, *_rewards(state), *_prompts(state, drops), *_answers(config, steps), *trackers]
+
+
+def _best(config: Config, state: dict[str, Any]) -> Iterator[str]:
+    """A sentence where the run has lost a good part of what it had gained, and the policy that had it."""
+    best, scores = state.get("best"), state.get("evaluations", {})
+    before, after = scores.get("before"), scores.get("after")
+    if not best or config.prompts.best_by or None in (before, after) or state["evaluated_after"] != state["step"]:
+        return
+    if best["score"] - after > LOST * abs(best["score"] - before) and not config.trainer.checkpoint.keep_best:
+        yield (
+            f"its evaluation fell from {best['score']:.4g} after step {best['step']} to {after:.4g}, and of that step "
+            "there may be no checkpoint; trainer.checkpoint.keep_best=true keeps it"
+        )
 
 
 def other_store(state: dict[str, Any]) -> Iterator[str]:

@@ -124,12 +124,13 @@ class _Launch:
 
     def run(self) -> dict[str, Any]:
         self._prepare()
-        store = self._config.store.url or self._start_redis()
-        address = self._start_broker(store)
-        for spec in registry.started_here(self._config):
-            for name in spec.names(self._config):
-                self._start(spec, name, ["--broker", address])
-        self._say_hello(address)
+        with self._console.status("starting the broker, and all others …"):
+            store = self._config.store.url or self._start_redis()
+            address = self._start_broker(store)
+            for spec in registry.started_here(self._config):
+                for name in spec.names(self._config):
+                    self._start(spec, name, ["--broker", address])
+            self._say_hello(address)
         self._programs.begin(self._folder.resolve())
         with View(self._console, f"penstock {run_name(self._folder)}") as view:
             error, outcome = self._watch(view)
@@ -312,6 +313,8 @@ class _Launch:
             view.finish(status.state, self._restarts)
             self._insist(StopRun(reason="the supervisor has seen the end", seen=True))
             self._supervisor.wait({"broker"}, STOP_S)
+            if self._console.is_terminal:  # where a panel stands still meanwhile
+                view.note("writing the summary and the report …")
         except (DeadlineError, RefusedError) as late:
             raise RunError(f"{error or 'the run ended'}; {late}") from None
         summary = conclude(self._folder, status.state, ledger, self._restarts, outcome, error)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
+from rich.console import Console
 
 from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.run.folder import named
@@ -50,7 +51,7 @@ def page(
     if out is not None:
         from penstock.pipeline.page.build import write
 
-        with output(out, "--out") as file:
+        with output(out, "--out") as file, Console(stderr=True).status(f"writing {out} …"):
             write(runs, file)
         typer.echo(f"written: {out}")
         return

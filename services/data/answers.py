@@ -45,6 +45,7 @@ def answer_of(prompt: Prompt) -> str:
     if not isinstance(answer, str):
         raise ValueError(
             f"model.warm_start: the truth of prompt {prompt.index} is {type(answer).__name__}, not text, so there is "
-            "no answer to teach; name a column of text as truth_key, or set model.warm_start.steps=0"
+            "no answer to teach; set model.warm_start.steps=0, or, of files and the hub, name a column of text as "
+            "truth_key"
         )
     return answer

@@ -131,6 +131,18 @@ def test_of_what_cuts_answers_off_only_that_is_named_which_can(rollout: dict[str
     assert sentence == f"80 % of the last steps' answers were {where}"
 
 
+def test_the_best_policy_is_kept_or_its_loss_is_told() -> None:
+    fell = state(evaluations={"before": 0.5, "after": 0.7}, evaluated_after=10, best={"score": 0.9, "step": 4})
+    (line,) = findings(config(), fell, steps(), [])
+    assert "fell from 0.9 after step 4 to 0.7" in line and "trainer.checkpoint.keep_best=true" in line
+    asked = {"train": {"type": "sort"}, "eval": {"type": "sort"}, "eval_every": 2}
+    told = {"model": {"type": "tiny"}, "prompts": asked, "trainer": {"checkpoint": {"every": 2, "keep_best": True}}}
+    kept = Config.model_validate(told)
+    assert not findings(kept, fell, steps(), [])
+    assert not findings(config(), fell | {"evaluations": {"before": 0.5, "after": 0.85}}, steps(), [])
+    assert not findings(config(), fell | {"evaluated_after": 5}, steps(), [])
+
+
 def test_of_a_task_that_was_learned_by_and_by_nothing_is_said() -> None:
     rows = [
         row | {"groups_without_variance": 6.0, "solved_all": place / 10, "solved_none": 0.1}

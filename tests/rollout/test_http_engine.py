@@ -262,6 +262,9 @@ def test_a_large_version_is_written_in_parts(tmp_path: Path) -> None:
     for part_bytes in (1 << 30, 4096):
         (folder := tmp_path / str(part_bytes)).mkdir()
         save_in_parts(folder, weights.items(), part_bytes)
+        (folder / "new").touch()
+        rights = {path.name: path.stat().st_mode for path in folder.iterdir()}
+        assert {*rights.values()} == {rights["new"]}, "a server may be another user"
         with WeightFiles(folder) as files:
             assert {*files.names} == weights.keys()
             for name, tensor in weights.items():
