@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import psutil
@@ -9,10 +10,20 @@ import psutil
 LOCK = "run.lock"
 
 
+def machine() -> str:
+    """This machine, since it was started; of containers, all of them."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
 def holder(folder: Path) -> int | None:
     """The process of `penstock run` that is at work in ``folder``; None where there is none."""
     try:  # the lock itself is left alone: who tries it keeps others from starting
-        pid, began = (folder / LOCK).read_text().split()
+        pid, began, *of = (folder / LOCK).read_text().split()
+        if of and of != [machine()]:
+            return None
         return int(pid) if psutil.Process(int(pid)).create_time() == float(began) else None
     except (OSError, ValueError, psutil.Error):
         return None

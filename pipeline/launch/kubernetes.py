@@ -145,12 +145,12 @@ def _objects(config: Config, parts: list[Part], options: Options) -> Iterator[Ma
         if part.kind == "head":
             yield _job(options, part.kind, _head(options, part, shm), HEAD_GRACE_S, backoffLimit=RESTARTS)
         elif part.kind == "rollout" and options.autoscale:
-            pod = [_waiting(options, shm), _member(options, part, shm)]
+            pod = [_waiting(options, part, shm), _member(options, part, shm)]
             yield _deployment(options, _pod(options, part.kind, pod, GRACE_S, "Always"))
             yield _scaled(config, options, part)
         else:
             grace_s = max(GRACE_S, round(registry.actors(config)[part.kind].grace_s) + 30)
-            pod, restarts = [_waiting(options, shm), _member(options, part, shm)], RESTARTS * part.tasks
+            pod, restarts = [_waiting(options, part, shm), _member(options, part, shm)], RESTARTS * part.tasks
             yield _job(options, part.kind, pod, grace_s, parallelism=part.tasks, backoffLimit=restarts)
 
 
@@ -264,6 +264,8 @@ def _pod(options: Options, kind: str, containers: list[Manifest], grace_s: int, 
         "restartPolicy": restart,
         "terminationGracePeriodSeconds": grace_s,
         "automountServiceAccountToken": False,
+        "enableServiceLinks": False,  # a Service called vllm would set VLLM_PORT
+        "shareProcessNamespace": True,  # the pause process buries the dead, of whom vLLM and rewards leave some
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": USER,
@@ -294,15 +296,18 @@ def _head(options: Options, part: Part, shm: str) -> list[Manifest]:
     command = [*head_arguments(options.folder), *listening_at("$(POD_IP)")]
     if options.autoscale:
         command.append(f"run.prometheus=0.0.0.0:{METRICS_PORT}")
-    return [prepare, _container(options, "run", command, shm) | {"resources": _resources(part)}]
+    needs = {"resources": _resources(part)}
+    return [prepare | needs, _container(options, "run", command, shm) | needs]
 
 
-def _waiting(options: Options, shm: str) -> Manifest:
+def _waiting(options: Options, part: Part, shm: str) -> Manifest:
     """Until the head's pod has made the run's folder, or has said there that it refuses to, as who joins then sees."""
     file, refused = f"{options.folder}/config.yaml", f"{options.folder}/summary.json"
     there = f"[ -f {file} ] || [ -f {refused} ]"
-    script = f"for i in $(seq {PATIENCE_S // 2}); do {there} && exit 0; sleep 2; done; echo no {file}; exit 1"
-    return _container(options, "wait", [], shm) | {"command": ["sh", "-c", script]}
+    look = f"for i in $(seq {PATIENCE_S // 2}); do {there} && exit 0; sleep 2; done"
+    script = f"trap exit TERM; {look}; echo no {file}; exit 1"
+    own = {"command": ["sh", "-c", script], "resources": _resources(part)}  # a quota may refuse a pod without
+    return _container(options, "wait", [], shm) | own
 
 
 def _member(options: Options, part: Part, shm: str) -> Manifest:

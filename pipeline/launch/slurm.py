@@ -41,7 +41,8 @@ while :; do
   kill -0 $work 2>/dev/null || break  # a signal ends a wait, too
 done
 if {{ [ -n "$again" ] && [ -z "$stop" ] && [ $code -eq 130 ]; }}{later}; then
-  scontrol requeue $SLURM_JOB_ID && exit
+  # One task's own number may be that of its whole array.
+  scontrol requeue "${{SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}" && exit
 fi
 {at_end}exit $code
 """

@@ -44,9 +44,10 @@ def join(
     failed_patience_s: float = 0.0,
 ) -> bool:  # fmt: skip
     """Runs ``count`` processes of ``kind`` (None: as many as this machine's GPUs take) until the run in ``folder`` is
-    over; ``name`` tells them from other machines'. Returns whether it is: False where one of `ends` came first.
-    Raises `FailedError` where the run has failed and nobody goes on with it for ``failed_patience_s``, `NobodyError`
-    where no broker of it answered for ``patience_s``, and `ConfigError`."""
+    over; ``name`` tells them from other machines'. Returns whether it is: False where one of `ends` came first. For
+    ``failed_patience_s`` it waits for who goes on with a run that has failed, or was complete before. Raises
+    `FailedError` where nobody goes on with one that has failed, `NobodyError` where no broker of it answered for
+    ``patience_s``, and `ConfigError`."""
     if not folder.is_dir():
         check_run(folder)
     if (folder / "config.yaml").is_file():
@@ -93,10 +94,13 @@ class _Join:
         """What is where the run's broker was."""
         self._address = ""
         """Where that listened when we last looked."""
+        self._over = came_to(folder) is not None
+        """The run was, before we came; or has not gone on since."""
 
     def run(self) -> bool:
         try:
             while mailbox := self._reach():
+                self._over = False
                 with closing(mailbox):
                     self._work(mailbox)
         except RefusedError as refused:  # of another Penstock, say
@@ -116,7 +120,9 @@ class _Join:
         deadline = begun + self._patience_s
         while not self._interrupted:
             summary = came_to(self._folder)
-            again = summary and summary["outcome"] == "failed" and time.monotonic() < begun + self._failed_patience_s
+            # A run that was over before we came may be about to go on: who does that may have begun when we did.
+            over = summary and (summary["outcome"] == "failed" or (self._over and summary["outcome"] == "complete"))
+            again = over and time.monotonic() < begun + self._failed_patience_s
             if summary and summary["outcome"] != "interrupted" and not again:
                 return None
             if mailbox := self._answering():

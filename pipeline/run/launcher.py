@@ -52,7 +52,7 @@ BROKER_START_S, BROKER_LOOKS = 90.0, 4.0
 STATUS_EVERY_S = 0.5
 BROKER_WEDGED_S, BROKER_SILENT_S = 40.0, 60.0
 """A broker that says nothing for so long is ended, and another one begins; or nothing helps. Actors give up later."""
-DRAIN_S, CHECKPOINT_S, TERM_S = 120.0, 3600.0, float(os.environ.get("PENSTOCK_TERM_S", 600.0))
+DRAIN_S, CHECKPOINT_S, TERM_S = 120.0, 3600.0, registry.LEARNERS_GRACE_S
 """For the work in hand; for learners, which may have a large checkpoint to write; and for them after SIGTERM."""
 STOP_S = 30.0
 ONCE_S = 0.5

@@ -15,12 +15,12 @@ import psutil
 
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.run.summary import read_summary
-from penstock.protocols.run_lock import LOCK, holder, is_of_before
+from penstock.protocols.run_lock import LOCK, holder, is_of_before, machine
 
 RETRY_S = 1.0
 LIVE_S = 10.0
-LOOK_S = 3.0
-"""In which a broker that is at work writes a line."""
+LOOK_S = 6.0
+"""In which lines of a broker that is at work are seen, from another machine too."""
 
 
 class HeldError(ConfigError):
@@ -40,14 +40,21 @@ def held(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
         while not _take(file, folder):
             if time.monotonic() >= deadline:
                 waited = f", {wait_s:g} s later too" if wait_s else ""
+                if holder(folder) is None and not is_live(folder):
+                    raise HeldError(
+                        f"--resume: another machine holds {folder / LOCK}{waited}, and no broker of the run is at "
+                        "work: it may be beginning there; if that machine is gone (NFSv3 keeps its locks), run: rm "
+                        f"{folder / LOCK}"
+                    )
                 raise HeldError(
                     f"--resume: the run in {folder} is going on already{waited}; watch it with: penstock top {folder}"
                 )
             time.sleep(RETRY_S)
         try:
             file.truncate(0)
-            file.write(f"{os.getpid()} {psutil.Process().create_time()}")
+            file.write(f"{os.getpid()} {psutil.Process().create_time()} {machine()}")
             file.flush()
+            os.fsync(file.fileno())  # when it was taken is told by its time, also over NFS, which writes later
         except OSError as error:  # a full disk, say
             raise ConfigError(f"--resume: cannot write {folder / LOCK}: {error.strerror}; free some space") from None
         try:
@@ -69,32 +76,44 @@ def _take(file: IO[str], folder: Path) -> bool:
         return False
     except OSError:  # a file system that knows no locks
         return holder(folder) is None and not is_live(folder)
+    file.seek(0)
+    if (of := file.read().split()[2:]) and of != [machine()] and is_at_work(folder):
+        fcntl.flock(file, fcntl.LOCK_UN)  # its locks are each machine's own (BeeGFS, Lustre with localflock)
+        return False
     return True
 
 
 def is_live(folder: Path) -> bool:
     """A broker wrote a line about its actors just now, as it does every second. Takes `LOOK_S` where only looking
     twice can tell."""
-    beats = folder / "actors.jsonl"
-    if not beats.is_file() or read_summary(folder) is not None:
+    written = _beats(folder)
+    if written is None or read_summary(folder) is not None:
         return False
-    written = beats.stat()
     age = _disk_time(folder) - written.st_mtime
     if age < 0:  # a clock was set back since: that says nothing, and a broker's next line does
         time.sleep(LOOK_S)
-        return beats.stat().st_size != written.st_size
+        later = _beats(folder)
+        return later is None or later.st_size != written.st_size
     return age < LIVE_S
 
 
 def is_at_work(folder: Path) -> bool:
     """As `is_live`, and never of a run that was killed just now: waits for another line, up to `LIVE_S`."""
-    beats = folder / "actors.jsonl"
-    size = beats.stat().st_size if beats.is_file() else 0
+    before = _beats(folder)
     while is_live(folder):
-        if beats.stat().st_size != size:
+        if (now := _beats(folder)) and (before is None or now.st_size != before.st_size):
             return True
         time.sleep(0.2)
     return False
+
+
+def _beats(folder: Path) -> os.stat_result | None:
+    """Of what a broker writes lines into: of the file as it is opened, since NFS has old news of one that is not."""
+    try:
+        with (folder / "actors.jsonl").open("rb") as file:
+            return os.fstat(file.fileno())
+    except OSError:
+        return None
 
 
 def _disk_time(folder: Path) -> float:

@@ -8,7 +8,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import IO
@@ -24,6 +24,8 @@ log = structlog.get_logger()
 RETRY_S = 1.0
 TELL_EVERY_S = 60.0
 CONNECT_S = 2.0
+SETTLE_S = 1.0
+"""For another machine, that came at once, to write its own."""
 ASK_S = 60.0
 """For one answer of the store, as torch has it."""
 
@@ -41,7 +43,10 @@ def meeting(folder: Path, kind: str, host: str, patience_s: float) -> Iterator[t
         except PermissionError as error:
             raise SetupError(f"{kind}.nodes: {path} is another user's ({error}); join as the run's own user") from None
         with os.fdopen(opened, "r+") as file:
-            if _take(file, kind):
+            taken = _take(file, kind)
+            endpoint, _, secret = file.read().strip().partition(" ")
+            # A lock may be each machine's own (BeeGFS, Lustre with localflock): who serves already is joined.
+            if taken and not (secret and (found := _store_at(endpoint))):
                 os.fchmod(file.fileno(), 0o600)
                 store, endpoint = serve_store(host)
                 secret = secrets.token_hex(32)
@@ -49,10 +54,16 @@ def meeting(folder: Path, kind: str, host: str, patience_s: float) -> Iterator[t
                 file.write(f"{endpoint} {secret}")
                 file.flush()
                 os.fsync(file.fileno())  # for readers on other machines
-                yield store, bytes.fromhex(secret), True
+                time.sleep(SETTLE_S)
+                if path.read_text().strip() != f"{endpoint} {secret}":  # of two that came at once the last serves
+                    del store
+                    continue
+                try:
+                    yield store, bytes.fromhex(secret), True
+                finally:
+                    with suppress(OSError):
+                        file.truncate(0)  # what it serves may outlive it by a moment, and is for nobody any more
                 return
-            file.seek(0)
-            endpoint, _, secret = file.read().strip().partition(" ")
         if secret and (found := _store_at(endpoint)):
             yield found, bytes.fromhex(secret), False
             return

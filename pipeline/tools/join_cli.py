@@ -34,7 +34,10 @@ def join(
     ] = 300.0,
     failed_patience: Annotated[
         float,
-        typer.Option(min=0, help="Seconds to wait for somebody to go on with a run that has failed; then exit code 0."),
+        typer.Option(
+            min=0,
+            help="Seconds to wait for who goes on with a run that has failed, or was complete before; then exit code 0.",
+        ),
     ] = 0.0,
 ) -> None:
     """Add this machine's processes to a run: rollouts, say. It ends with the run.

@@ -48,6 +48,10 @@ def free_covered(state: BrokerState) -> bool:
     if state.archive.wanted:
         covered = covered[:1]
         _archive(state, covered[0])
+    try:
+        state.meanwhile.until(state.recorder.sync)
+    except OSError as error:  # a full disk: what it may lose is told of by the audit
+        log.warning("ledger.jsonl is not on the disk yet", error=str(error))
     groups.free(covered)
     return True
 

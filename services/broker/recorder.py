@@ -4,6 +4,7 @@ evaluations; trackers too."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TextIO
@@ -52,6 +53,11 @@ class Recorder:
         self._samples = open_lines(folder / "samples.jsonl")
         self._evaluated = open_lines(folder / "eval_samples.jsonl")
         self._trackers = trackers
+
+    def sync(self) -> None:
+        """Until the disk has what the audit reads: the store may forget it then."""
+        for file in (self._ledger, self._drops):
+            os.fsync(file.fileno())
 
     def step(self, row: dict[str, Any]) -> None:
         """One line a training step."""

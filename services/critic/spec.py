@@ -1,7 +1,7 @@
 """The critic in the table of actors."""
 
 from penstock.protocols.columns import VALUES, Column
-from penstock.services.runtime.registry import ActorSpec
+from penstock.services.runtime.registry import LEARNERS_GRACE_S, ActorSpec
 
 SPEC = ActorSpec(
     kind="critic",
@@ -14,7 +14,7 @@ SPEC = ActorSpec(
     gpus=lambda config: config.critic.ranks * (config.critic.device != "cpu"),
     columns=lambda config: [Column(name=VALUES, scorer="critic", per="token", of_step=True)],
     unneeded="nothing reads its values: trainer.algorithm.advantage is not gae",
-    grace_s=600.0,  # the step in hand, and a checkpoint
+    grace_s=LEARNERS_GRACE_S,
     single=True,
     learns=True,
 )

@@ -11,7 +11,6 @@ rank 0 has died may have it still. The kernel lets go of the locks of a process 
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import structlog
 
+from penstock.protocols.run_lock import machine
 from penstock.services.runtime import health
 from penstock.services.runtime.device_locks import Lock, Others
 from penstock.services.runtime.gpus import chosen_gpus, visible_gpus
@@ -55,7 +55,7 @@ def devices_here(device: str, count: int = 0) -> tuple[str, ...]:
     is the same to all containers of the machine."""
     gpus = [] if device.startswith("cpu") else visible_gpus()
     if not gpus:
-        return (f"cpu-{_machine()}",)
+        return (f"cpu-{machine()}",)
     known = {name: gpu.uuid for name, gpu in chosen_gpus().items()}
     return tuple(known.get(name, name) for name in gpus[: count or len(gpus)])
 
@@ -63,13 +63,6 @@ def devices_here(device: str, count: int = 0) -> tuple[str, ...]:
 def forget_turns(run_folder: Path) -> None:
     """Of a run that begins, or goes on: nobody has had a turn."""
     (run_folder / TURNS / BEGUN).unlink(missing_ok=True)
-
-
-def _machine() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 class LearnersTurn:

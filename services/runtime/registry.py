@@ -6,6 +6,7 @@ A new actor is a folder with a `spec.py`, and a line in `SPECS`. A new scorer of
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from penstock.protocols.columns import Column, ColumnTable, WeightedSum
 from penstock.services.runtime.actor import STOP_GRACE_S
 from penstock.services.runtime.plugins import load_plugin
 
+LEARNERS_GRACE_S = float(os.environ.get("PENSTOCK_TERM_S", 600.0))
+"""How long a learner that is told to leave may take for the step in hand, and a checkpoint of it."""
 SPECS = (
     "penstock.services.broker.spec:SPEC",
     "penstock.services.trainer.spec:SPEC",

@@ -1,6 +1,6 @@
 """The trainer in the table of actors."""
 
-from penstock.services.runtime.registry import ActorSpec
+from penstock.services.runtime.registry import LEARNERS_GRACE_S, ActorSpec
 
 SPEC = ActorSpec(
     kind="trainer",
@@ -10,7 +10,7 @@ SPEC = ActorSpec(
     ranks=lambda config: config.trainer.ranks,
     nodes=lambda config: config.trainer.nodes,
     gpus=lambda config: config.trainer.ranks * (config.trainer.device != "cpu"),
-    grace_s=600.0,  # the step in hand, and a checkpoint
+    grace_s=LEARNERS_GRACE_S,
     single=True,
     learns=True,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,19 @@ import pytest
 from penstock.services.broker import beats
 from penstock.services.broker.beats import Beats
 from penstock.services.runtime.lines import read_lines
+
+
+def test_other_machines_see_that_a_broker_is_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of NFS keeps what is written for half a minute, unless it is told."""
+    monkeypatch.setattr(beats, "SYNC_S", 0.0)
+    synced: list[int] = []
+    monkeypatch.setattr(beats.os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    written = Beats(tmp_path / "actors.jsonl")
+    for _ in range(3):
+        written.write({}, {}, {})
+        time.sleep(0.05)
+    written.close()
+    assert len(synced) == 3 and synced[0] < synced[-1] == (tmp_path / "actors.jsonl").stat().st_size
 
 
 def test_older_lines_are_thinned_and_the_last_ones_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -345,9 +345,12 @@ def test_who_would_join_leaves_where_the_runs_own_job_is_gone(
         tool = tmp_path / name
         tool.write_text(f"#!/bin/sh\n{does}\n")
         tool.chmod(0o755)
-    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "0"}
+    # Of one task of each array it is so that its own number is the array's.
+    array = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3"}
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", **array}
     assert subprocess.run(["bash", "-c", made["slurm/rollout.sh"]], env=env, timeout=30).returncode == code
     assert (tmp_path / "asked").is_file() == (code == 0)
+    assert code or (tmp_path / "asked").read_text() == "requeue 9_3\n", "and not all that run"
 
 
 # --- Ray -------------------------------------------------------------------------------------------------------------
@@ -460,6 +463,8 @@ def test_an_image_that_was_built_again_is_pulled_again_unless_nodes_have_it_alon
         pods = [item["spec"]["template"]["spec"] for item in yaml.safe_load_all(made) if item["kind"] == "Job"]
         given = [container for pod in pods for container in (*pod["initContainers"], *pod["containers"])]
         assert len(given) == 4 and {container.get("imagePullPolicy") for container in given} == {policy}
+        assert all(container["resources"]["requests"]["cpu"] for container in given), "or a quota refuses the pod"
+        assert all(pod["shareProcessNamespace"] and not pod["enableServiceLinks"] for pod in pods)
     command = ["launch", "kubernetes", str(QUICKSTART), "--no-look", "--image=lab/penstock", "--pull-policy=Never"]
     written = CliRunner().invoke(app, command).stdout
     assert "imagePullPolicy: Never" in written and "Always" not in written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -27,7 +28,7 @@ from penstock.pipeline.run.lock import held, is_live
 from penstock.pipeline.run.resume import changes, check_fixed, complete, how_to_go_on, resumed
 from penstock.pipeline.run.start import start
 from penstock.pipeline.run.summary import read_summary
-from penstock.protocols.run_lock import holder
+from penstock.protocols.run_lock import holder, machine
 from penstock.services.broker.tracker_libraries import run_id
 from penstock.services.runtime.user_folders import FIRST, VARIABLE, find_file
 
@@ -416,6 +417,44 @@ def test_whether_a_run_is_live_is_told_by_the_disks_own_clock(folder: Path, monk
     os.utime(beats, (written, written + 3600.0))
     writing.start()
     assert is_live(folder)
+
+
+def test_a_run_at_work_on_another_machine_is_kept_where_locks_are_each_machines_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "run.lock").write_text("1 1790000000.25 another-machine")
+    with held(folder):
+        assert (folder / "run.lock").read_text().endswith(machine()) and holder(folder) == os.getpid()
+    beats = folder / "actors.jsonl"
+    (folder / "run.lock").write_text("1 1790000000.25 another-machine")
+    done = threading.Event()
+
+    def work() -> None:
+        while not done.wait(0.1):
+            with beats.open("a") as file:
+                file.write("a line\n")
+
+    beats.write_text("")
+    working = threading.Thread(target=work)
+    working.start()
+    try:
+        with pytest.raises(ConfigError, match="is going on already"), held(folder):
+            pass
+    finally:
+        done.set()
+        working.join()
+
+
+def test_a_lock_whose_machine_may_be_gone_is_told_how_to_remove(folder: Path) -> None:
+    with (folder / "run.lock").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write("1 1790000000.25 another-machine")
+        file.flush()
+        with (
+            pytest.raises(ConfigError, match=r"no broker of the run is at work: .*, run: rm .*/run\.lock"),
+            held(folder),
+        ):
+            pass
 
 
 @pytest.mark.parametrize("named", ["rows.jsonl", "row*.jsonl"])

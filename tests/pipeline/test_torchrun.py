@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from base64 import b64encode
 from pathlib import Path
@@ -100,3 +101,25 @@ def test_machines_meet_by_a_file_that_their_user_alone_reads(tmp_path: Path) -> 
             assert not too and same == secret and len(secret) == 32
             served.set("said", "heard")
             assert found.get("said") == b"heard"
+    assert not (tmp_path / "trainer.meeting").read_text(), "what was served there is for nobody any more"
+
+
+def test_machines_whose_locks_are_their_own_meet_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on BeeGFS, by default. Of two that come at once the last to write serves."""
+    monkeypatch.setattr("penstock.pipeline.run.meeting._take", lambda file, kind: True)
+    barrier, hosted = threading.Barrier(2), list[bool]()
+
+    def meet() -> None:
+        barrier.wait()
+        with meeting(tmp_path, "trainer", "127.0.0.1", 20) as (store, _, serves):
+            store.set(f"here-{serves}", "yes")
+            assert store.get(f"here-{not serves}") == b"yes"
+            barrier.wait(20)
+            hosted.append(serves)
+
+    both = [threading.Thread(target=meet) for _ in range(2)]
+    for each in both:
+        each.start()
+    for each in both:
+        each.join(40)
+    assert sorted(hosted) == [False, True]

@@ -12,6 +12,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -780,6 +781,17 @@ def test_prepare_tells_what_is_lacking_and_refuses_a_package_that_an_image_lacks
     prepare("reward.functions=[{function: 'mine:none'}]", PENSTOCK_ONE_PER_HOST="1")
     with pytest.raises(FailedError, match="mine:none"):  # at once, who waits to join it; of the last try
         join(Console(), tmp_path / "made", "rollout", None, "here", 60.0, [])
+    began = time.monotonic()
+    with pytest.raises(FailedError):  # or after a while, for whoever may be about to go on with it
+        join(Console(), tmp_path / "made", "rollout", None, "here", 60.0, [], failed_patience_s=1.5)
+    assert 1.5 < time.monotonic() - began < 20
+    summary = tmp_path / "made" / "summary.json"
+    failed = summary.read_text()
+    summary.write_text(json.dumps({"outcome": "complete", "steps": 5}))
+    began = time.monotonic()
+    assert join(Console(), tmp_path / "made", "rollout", None, "here", 60.0, [], failed_patience_s=1.5)
+    assert time.monotonic() - began > 1.5, "it was complete before, and may go on"
+    summary.write_text(failed)
     code, said = prepare()
     assert code == 0, said
     assert came_to(tmp_path / "made") is None, "mended, it begins"
