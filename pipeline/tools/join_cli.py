@@ -36,7 +36,7 @@ def join(
         float,
         typer.Option(
             min=0,
-            help="Seconds to wait for who goes on with a run that has failed, or was complete before; then exit code 0.",
+            help="Seconds to wait for who goes on with a run that failed, or was complete before; then exit code 0.",
         ),
     ] = 0.0,
 ) -> None:

@@ -103,7 +103,7 @@ class ModelLearner:
         """Forward passes of at most ``budget`` tokens, the same on every rank."""
         layout = "packed" if self.world.shape.sequence > 1 else layout_of(self.model, trajectories)
         routed = mixture_of(self.model) is not None
-        return plan_passes(trajectories, groups, budget, self.device, layout, routed)
+        return plan_passes(trajectories, groups, budget, self.device, layout, routed, self.world.data_size)
 
     def plan(self, trajectories: Sequence[Trajectory], groups: np.ndarray) -> list[tuple[Pass, float]]:
         """This rank's micro-batches, each with how often it counts: where its share is one short, another's counts 0
@@ -121,11 +121,14 @@ class ModelLearner:
 
     def _dealt(self, passes: Iterable[Pass]) -> list[tuple[Pass, bool]]:
         """This rank's of ``passes``, as many as any other's, each with whether it counts here: where its share is one
-        short, it computes another's."""
+        short, it computes another's, a small one. Ranks wait for each other in every pass, as they gather parameters:
+        those of about one size are computed at once."""
         every, size = list(passes), self.world.data_size
         self.flops.deal(every)
+        if size > 1:
+            every.sort(key=lambda each: (each.real, each.pairs), reverse=True)
         mine = range(self.world.data_rank, -(-len(every) // size) * size, size)
-        return [(every[i % len(every)], i < len(every)) for i in mine]
+        return [(every[min(i, len(every) - 1)], i < len(every)) for i in mine]
 
     def early(self, parts: Iterable[T]) -> Iterator[T]:
         """``parts``, each a forward pass: of a pipeline's stage, as many ahead as there are stages behind it."""

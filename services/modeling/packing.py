@@ -21,6 +21,7 @@ import torch
 from penstock.protocols.experience import Trajectory
 from penstock.services.modeling.attention import Segments
 from penstock.services.modeling.candidates import Candidates
+from penstock.services.modeling.filling import fill
 from penstock.services.modeling.pinned import to_device, to_host
 from penstock.services.modeling.routing import OPEN, as_given
 from penstock.services.modeling.taught import Taught
@@ -191,15 +192,17 @@ def plan_passes(
     device: torch.device,
     layout: Layout = "either",
     routed: bool = False,
+    ranks: int = 1,
 ) -> Iterator[Pass]:
-    """Cuts trajectories into passes of at most ``token_budget`` tokens, padding included (a longer one stands alone).
+    """Cuts trajectories into passes of at most ``token_budget`` tokens, padding included (a longer one stands alone);
+    of packed ones, if it can be, as many for each of ``ranks``.
 
     ``groups[i]`` is any number that is the same for trajectories of one prompt; these should be neighbours. ``routed``:
     with `Rows.routing`, of trajectories whose routing is of one model.
     """
     longest = max((len(trajectory.tokens) for trajectory in trajectories), default=0)
     if layout in ("packed", "whole") or (layout == "either" and (device.type == "cuda" or longest > MASKED_ROW_TOKENS)):
-        for drafts in _plan_packed(trajectories, groups, token_budget, routed, layout == "whole"):
+        for drafts in _plan_packed(trajectories, groups, token_budget, routed, layout == "whole", ranks):
             yield Pass(trajectories, tuple(drafts), True, device, routed)
         return
     rows = _rows(trajectories, groups, min(token_budget, MASKED_ROW_TOKENS), layout == "either", routed)
@@ -215,19 +218,12 @@ def plan_passes(
 
 
 def _plan_packed(
-    trajectories: Sequence[Trajectory], groups: Sequence[int] | np.ndarray, token_budget: int, routed: bool, whole: bool
-) -> Iterator[list[_Row]]:
-    some: list[_Row] = []
-    taken = 0
-    for row in _rows(trajectories, groups, token_budget, True, routed, whole):
-        size = row.whole if whole else row.length
-        if some and taken + size > token_budget:
-            yield some
-            some, taken = [], 0
-        some.append(row)
-        taken += size
-    if some:
-        yield some
+    trajectories: Sequence[Trajectory], groups: Sequence[int] | np.ndarray, token_budget: int, routed: bool,
+    whole: bool, ranks: int,
+) -> Iterator[list[_Row]]:  # fmt: skip
+    rows = _rows(trajectories, groups, token_budget, True, routed, whole)
+    for together in fill([row.whole if whole else row.length for row in rows], token_budget, ranks):
+        yield [rows[number] for number in together]
 
 
 def _rows(
