@@ -13,6 +13,7 @@ import torch
 
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.families import OUR_ATTENTION, PACKED, soft_cap
+from penstock.services.modeling.norms import fuse_norms
 from penstock.services.modeling.state_mixers import take_packed_rows
 from penstock.services.modeling.value_models import with_values
 from penstock.services.runtime import own_code
@@ -178,6 +179,7 @@ def load_model(path: str, dtype: str, device: torch.device, key: str = "model.pa
     if lacking:
         raise ModelError(f"{key}: {_not_whole(path, list(lacking), found['unexpected_keys'])}")
     take_packed_rows(model)
+    fuse_norms(model)
     return model.to(device)
 
 
@@ -207,6 +209,7 @@ def empty_model(path: str, head: Head = "language", key: str = "model.path") -> 
     if own:
         _check_takes(model, path, key)
     take_packed_rows(model)
+    fuse_norms(model)
     if head == "value":
         return model
     try:

@@ -24,7 +24,9 @@ def token_statistics(
     squared probabilities. ``candidates`` ``[tokens, most]``: what the sampler chose each token from, padded with -1;
     the distribution then is over these, unless there are none. Its divergence from ``taught`` is over the whole
     vocabulary always, as a teacher's is."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / (temperature or 1.0)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature not in (0.0, 1.0):  # a division by 1 reads and writes all of them
+        logits = logits / temperature
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
     every = _Distribution(logits)
     some = over_some = None

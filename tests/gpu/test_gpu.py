@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from penstock.protocols.digests import Gmac
 from penstock.services.learning import checkpoint
 from penstock.services.modeling import attention, head
 from penstock.services.modeling.attention import Segments, Way
+from penstock.services.modeling.norms import fuse_norms
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
 from penstock.services.rollout.engines.torch.sampling import sample
@@ -106,6 +108,25 @@ def test_flash_attention_over_packed_rows_is_the_loop(cuda: torch.device) -> Non
             results.append((found, *gradients))
         for one, other in zip(*results, strict=True):
             assert (one.float() - other.float()).norm() <= 2e-2 * other.float().norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_norms_are_the_familys_own(tmp_path: Path, cuda: torch.device, dtype: torch.dtype, note: Note) -> None:
+    save_a_model(tmp_path)
+    ids = torch.arange(2, 20, device=cuda)[None]
+    plain = Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=dtype).to(cuda)
+    fused = copy.deepcopy(plain)
+    fuse_norms(fused)
+    assert any("forward" in vars(module) for module in fused.modules()), "by itself where there is a GPU"
+    found = []
+    for model in (plain, fused):
+        logits = model(input_ids=ids).logits.float()
+        logits.square().mean().backward()
+        found.append((logits.detach(), *(p.grad.float() for p in model.parameters())))
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    off = [float((one - other).norm() / other.norm()) for one, other in zip(*found, strict=True)]
+    assert max(off) < bound
+    note(f"fused norms in {dtype}, beside the family's own", f"{max(off):.1e} relative, at most")
 
 
 def test_a_trainer_resumes_on_a_gpu(tmp_path: Path, cuda: torch.device, note: Note) -> None:

@@ -21,6 +21,7 @@ from penstock.services.modeling.families import BOTH_WAYS, MIXTURES, STAGED, TEN
 from penstock.services.modeling.load import load_config, load_model, with_head
 from penstock.services.modeling.logprobs import layout_of, logprobs
 from penstock.services.modeling.lora import Adapter
+from penstock.services.modeling.norms import fuse_norms
 from penstock.services.modeling.packing import Layout, plan_rows
 from penstock.services.modeling.parallel import start
 from penstock.services.modeling.parallel.fsdp import check_shares_rows
@@ -93,6 +94,10 @@ def test_a_family_is_what_the_page_says(family: str, tmp_path: Path, monkeypatch
         with torch.no_grad():
             found, wanted = made.logits(made.prepare(version), ids), own(input_ids=ids[None]).logits[0]
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    fuse_norms(own, wanted=True)
+    if isinstance(made, HostedModel | RecomputedModel):
+        with torch.no_grad():
+            assert torch.equal(own(input_ids=ids[None]).logits[0], wanted), "norms as a GPU has them"
     assert is_recurrent(config.get_text_config()) == (family in RECURRENT)
     known = {"T": family in TENSOR | TENSOR_WHOLE, "P": family in STAGED, "E": family in MIXTURES}
     known["S"] = ranks == "yes" and not (family in BOTH_WAYS or is_recurrent(config.get_text_config()))

@@ -13,6 +13,7 @@ from penstock.services.data.picture_files import PictureError
 from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.load import ModelError, attention_of, has_own_code, with_head
 from penstock.services.modeling.logprobs import LOGIT_BYTES
+from penstock.services.modeling.norms import fuse_norms
 from penstock.services.modeling.routing import Recorder
 from penstock.services.modeling.sight import Sight, forget_seen, give_sight, resting_sight, sight_of
 from penstock.services.modeling.version_weights import persistent_buffers, version_of
@@ -75,6 +76,7 @@ class TransformersModel:
             config, dtype=dtype, attn_implementation=attention_of(config), trust_remote_code=has_own_code(config)
         )
         compute_head_in(model, head_dtype)
+        fuse_norms(model)
         for name in persistent_buffers(model):  # as the trainer computes with them
             prefix, _, last = name.rpartition(".")
             module = model.get_submodule(prefix)
