@@ -21,6 +21,8 @@ KV_SHARE = 0.2
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Of adapters: what vLLM makes room for."""
+PICTURED = {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0, "renderer_num_workers": 4}
+"""Of an engine that is shown pictures."""
 WITHOUT_MODEL = ("ngram", "[ngram]", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
 """Ways to draft tokens, of vLLM's ``speculative_config``, for which no weights are loaded."""
 LOGPROBS = 20
@@ -112,8 +114,9 @@ def engine_arguments(
         "trust_remote_code": own_code.trusted(),
         "language_model_only": not shown,  # where no picture comes, nothing is kept for one
         # vLLM would keep the processor's mean and deviation among its weights, where dummies take their place; and its
-        # cache of pictures is in two halves, which a pause, a sleep or an abort sets at odds.
-        **({"mm_device_do_normalize": False, "mm_processor_cache_gb": 0} if shown else {}),
+        # cache of pictures is in two halves, which a pause, a sleep or an abort sets at odds. Without one each is read
+        # again for each answer: by several threads, or that may take longer than a step.
+        **(PICTURED if shown else {}),
         **({"enable_return_routed_experts": True} if routed else {}),
         **config.vllm,
     }
