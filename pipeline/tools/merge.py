@@ -16,6 +16,7 @@ from penstock.pipeline.config import ConfigError
 from penstock.protocols.versions import Dtype
 from penstock.services.modeling.adapter_files import CONFIG, AdapterShape, read_shape
 from penstock.services.runtime import own_code
+from penstock.services.runtime.checkpoint_folders import latest
 from penstock.services.runtime.files import let_read
 from penstock.services.runtime.install import install
 
@@ -43,6 +44,14 @@ def adapter_of(checkpoint: Path) -> AdapterShape | None:
     return replace(found, base=str(beside))
 
 
+def refuse_run(path: Path) -> None:
+    """Raises `ConfigError` where ``path`` is a run's folder in the place of one of its checkpoints."""
+    if (path / "checkpoints").is_dir() and not (path / "config.json").is_file():
+        newest = latest(path / "checkpoints")
+        there = f"its newest checkpoint is {newest}" if newest else "there is no checkpoint in it yet"
+        raise ConfigError(f"CHECKPOINT: {path} is the folder of a run; {there}")
+
+
 def merge(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="The folder to make.", show_default=False)],
@@ -57,6 +66,7 @@ def merge(
     """
     if not checkpoint.is_dir():
         raise ConfigError(f"CHECKPOINT: no such folder: {checkpoint}")
+    refuse_run(checkpoint)
     about = adapter_of(checkpoint)
     if about is None and not (checkpoint / "config.json").is_file():
         raise ConfigError(f"CHECKPOINT: {checkpoint} is no checkpoint: it has neither config.json nor {CONFIG}")

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from penstock.pipeline.config import load
+from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.config.load import as_overrides
 from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.pipeline.preflight.lora import look
 from penstock.pipeline.preflight.report import Report
+from penstock.pipeline.run.evaluate import evaluate
 from penstock.pipeline.tools.merge import merge
 from penstock.protocols.digests import Gmac
 from penstock.services.learning import checkpoint
@@ -292,3 +294,18 @@ def test_layers_that_are_not_there_are_told_before_a_run_with_those_that_are(sta
     look(load(Path("configs/quickstart.yaml"), as_overrides(given)), report)
     (said,) = report.problems
     assert said.startswith("trainer.lora.targets: no layer is called v_prj; linear ones are down_proj, ")
+
+
+def test_a_runs_folder_in_a_checkpoints_place_is_told_the_newest_one(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "first"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text("model: {type: tiny}\nprompts: {train: {type: sort}, eval: {type: sort}}\n")
+    for command in (
+        lambda: merge(run, tmp_path / "out"),
+        lambda: evaluate(Console(), str(run), run / "config.yaml", []),
+    ):
+        with pytest.raises(ConfigError, match="is the folder of a run; there is no checkpoint in it yet"):
+            command()
+    (run / "checkpoints" / "step-000004").mkdir()
+    with pytest.raises(ConfigError, match="its newest checkpoint is .*/runs/first/checkpoints/step-000004"):
+        merge(run, tmp_path / "out")
