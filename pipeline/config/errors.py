@@ -75,14 +75,14 @@ def _meant(data: Any, path: list[Any], value: Any) -> str:
     kinds = dict.fromkeys(", ".join(key.needs) for key in find(dotted) if key.needs and key.path.endswith(f".{last}"))
     if kinds:
         return f"it belongs to {' or '.join(kinds)}"
-    if here := known_here(last, value):
-        return here
     known = sorted({name for model in _sections(data, path[:-1]) for name in model.model_fields})
     near = closest(last, known)
     if near and (
         near.startswith(last) or near.endswith(f"_{last}") or difflib.SequenceMatcher(None, last, near).ratio() > ALIKE
     ):
         return nearest(last, known)
+    if here := known_here(path, value):
+        return here
     if elsewhere := same_name(dotted)[:MOST_MEANT]:
         return f"did you mean {' or '.join(elsewhere)}?"
     return nearest(last, known, f"known keys: {', '.join(known)}")
@@ -113,8 +113,11 @@ def _path(data: Any, loc: tuple[Any, ...]) -> list[Any]:
 
 def _files(section: Any) -> str:
     """What to write for rows in files, where ``section`` of another kind, or of none, seems to mean that."""
-    files = [str(name) for name in section.get("files") or ()] if isinstance(section, dict) else []
-    said = [section.get("type"), section.get("path"), *files] if isinstance(section, dict) else []
+    if not isinstance(section, dict):
+        return ""
+    given = section.get("files")
+    files = [str(name) for name in (given if isinstance(given, list) else [given] if isinstance(given, str) else [])]
+    said = [section.get("type"), section.get("path"), *files]
     for kind, ends in FILES.items():
         if any(str(each).rpartition(".")[2].lower() in ends for each in said):
             named = ", ".join(files) or f"rows.{ends[0]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 HERE = {
@@ -79,12 +80,18 @@ SECTIONS = ("actor_rollout_ref", "data", "reward_model")
 """Of verl's, that are none here."""
 
 
-def known_here(name: str, value: Any = None) -> str | None:
-    """What to say of a key ``name``, or of one within its ``value``, that is another's for something that is here;
+WITHIN = ("trainer", "trainer.algorithm")
+"""Where else than alone a key of theirs may stand for what is elsewhere here."""
+
+
+def known_here(path: Sequence[Any], value: Any = None) -> str | None:
+    """What to say of the key at ``path``, or of one within its ``value``, that is another's for something that is here;
     None: it is nobody's that is known."""
-    if here := HERE.get(name):
+    name, within = str(path[-1]), ".".join(map(str, path[:-1]))
+    # In a section of ours, below those that others have too, a name that is alike may be meant for it.
+    if (here := HERE.get(name)) and (not within or within in WITHIN or path[0] in SECTIONS):
         return f"here it is {here} (docs/moving.md)"
-    if name not in SECTIONS:
+    if name not in SECTIONS or within:
         return None
     found = [f"{key} is {HERE[key]} here" for key in _names_within(value) if key in HERE][:3]
     return f"a section of verl's: {', '.join([*found, 'docs/moving.md says what each of its keys is here'])}"

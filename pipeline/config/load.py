@@ -83,14 +83,16 @@ for _each in (_Loader, _Dumper):
     )
 
 
-def load(path: Path, overrides: list[str] | None = None) -> Config:
+def load(path: Path, overrides: list[str] | None = None, started: origin.Origin | None = None) -> Config:
     """The config in ``path`` with ``dotted.key=value`` overrides (values are YAML); this process now works for it.
-    Raises `ConfigError`."""
+    ``started``: how a run was that was started with it, whose files are looked for where it was. Raises
+    `ConfigError`."""
     data = read_sections(path)
     look_in(path.parent)
     # Where there is one this is a run's own copy: what that names lies beside the file that it came from.
     began = origin.read(path.parent)
-    look_first_in([Path(began.started_in), Path(began.file).parent] if began else [])
+    before = began or started
+    look_first_in([Path(before.started_in), Path(before.file).parent] if before else [])
     if began:
         _give_up_preset(data, overrides or [])
     for override in overrides or []:

@@ -40,7 +40,8 @@ def held(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
         while not _take(file, folder):
             if time.monotonic() >= deadline:
                 waited = f", {wait_s:g} s later too" if wait_s else ""
-                if holder(folder) is None and not is_live(folder):
+                file.seek(0)
+                if file.read().split()[2:] not in ([], [machine()]) and not is_live(folder):
                     raise HeldError(
                         f"--resume: another machine holds {folder / LOCK}{waited}, and no broker of the run is at "
                         "work: it may be beginning there; if that machine is gone (NFSv3 keeps its locks), run: rm "

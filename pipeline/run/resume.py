@@ -14,9 +14,9 @@ from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.config.load import read_sections
 from penstock.pipeline.config.origin import Origin, key_of, read
 from penstock.pipeline.config.passwords import HIDDEN, hide_password
-from penstock.pipeline.preflight.report import Done
 from penstock.pipeline.preflight.steps import counted, done_in
 from penstock.pipeline.run.summary import check_run, read_summary
+from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.user_folders import find_files
 
 FIXED = (
@@ -50,7 +50,7 @@ def resumed(folder: Path, file: Path | None, overrides: list[str] | None) -> tup
     by_file: Config | None = None
     done = done_in(folder)
     if file is None:
-        by_file = _by_its_file(origin, began, done)  # before the run's own, after which this process looks for files
+        by_file = _by_its_file(origin)  # before the run's own, after which this process looks for files
         config = load(recorded, overrides)
     else:
         origin = Origin(str(file.resolve()), origin.overrides)
@@ -71,10 +71,11 @@ def resumed(folder: Path, file: Path | None, overrides: list[str] | None) -> tup
     return config, origin, [*(f"changed: {change}" for change in changes(began, config)), *kept]
 
 
-def _by_its_file(origin: Origin, began: Config, done: Done) -> Config | None:
-    """The config of a run's file as that is now, under the overrides of the run's starts; None where there is none."""
-    with suppress(ConfigError):
-        return counted(load(Path(origin.file), list(origin.overrides)), began, done)[0]
+def _by_its_file(origin: Origin) -> Config | None:
+    """The config of a run's file as that is now, under the overrides of the run's starts; None where there is none that
+    can be had: the run does not need it."""
+    with suppress(SetupError, OSError):
+        return load(Path(origin.file), list(origin.overrides), started=origin)
     return None
 
 
@@ -83,6 +84,8 @@ def _said_otherwise(file: Path, config: Config, by_file: Config) -> list[str]:
     may be others by now."""
     said = leaves(read_sections(file))
     keys = {key for one in said for key in (one, *_above(one))}
+    if by_file.trainer.steps is None:  # as many as the prompts make, which are not read for a note
+        keys -= {"trainer.steps"}
     return [change for change in changes(config, by_file) if change.partition(":")[0] in keys]
 
 

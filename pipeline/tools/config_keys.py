@@ -28,7 +28,7 @@ def show_key(console: Console, path: str) -> None:
     if not keys:
         near = nearest(path)
         hint = f"did you mean {' or '.join(near)}?" if near else "penstock config lists the sections"
-        hint = known_here(path.rpartition(".")[2]) or known_here(path.partition(".")[0]) or hint
+        hint = known_here(path.split(".")) or known_here(path.split(".")[:1]) or hint
         raise ConfigError(f"{path}: there is no such key; {hint}")
     for number, key in enumerate(keys):
         if number:

@@ -15,6 +15,7 @@ import typer
 from penstock.pipeline.config import ConfigError
 from penstock.protocols.versions import Dtype
 from penstock.services.modeling.adapter_files import CONFIG, AdapterShape, read_shape
+from penstock.services.modeling.families import TURNED
 from penstock.services.runtime import own_code
 from penstock.services.runtime.checkpoint_folders import latest
 from penstock.services.runtime.files import let_read
@@ -116,12 +117,25 @@ def _write_merged(checkpoint: Path, about: AdapterShape | None, out: Path, dtype
     beside = read_beside(folder_of(path, "CHECKPOINT"), has_own_code(merged.config))
     name_own_code(merged.config, beside)
     merged.to(DTYPES[dtype]).save_pretrained(out)
+    if merged.config.model_type in TURNED:
+        _turn_experts(out)
     let_read(out)
     write_beside(beside, out)
     tokenizer = load_tokenizer(str(checkpoint), key="CHECKPOINT")
     if told is not None:
         write_generation_config(told, tokenizer, out)
     tokenizer.save_pretrained(out)
+
+
+def _turn_experts(out: Path) -> None:
+    """As the hub has them; transformers reads them either way, and vLLM so alone."""
+    from safetensors.torch import load_file, save_file
+
+    from penstock.services.modeling.experts import is_experts
+
+    for path in out.glob("*.safetensors"):
+        turned = {n: t.mT.contiguous() if is_experts(n, t) else t for n, t in load_file(path).items()}
+        save_file(turned, path, {"format": "pt"})
 
 
 def is_critic(checkpoint: Path) -> bool:

@@ -27,9 +27,7 @@ def relay(state: BrokerState, message: m.Invite | m.Propose | m.CommitVersion) -
 
 
 def say_again(state: BrokerState, before: Member, member: Member) -> None:
-    """To ``member``, which was ``before`` until its line broke; less what it serves by now."""
-    if any(offer.version == member.version for offer in before.offered):
-        return
+    """To ``member``, which was ``before`` until its line broke."""
     member.offered = before.offered
     for offer in member.offered:
         state.router.send(member.identity, offer)

@@ -1,6 +1,7 @@
 """RMSNorm by torch's own operation, in the place of transformers' five: on a GPU one kernel that reads its input once.
-Norms move far more bytes than they compute with: of a step of Qwen3-8B on an H100 a sixth, on paper. In fp32 the bits
-are the same; in 16 bits the product with the weight is rounded once instead of twice. On a CPU nothing is gained.
+Norms move far more bytes than they compute with: of a step of Qwen3-8B on an H100 a sixth, on paper. In 16 bits the
+product with the weight is rounded once instead of twice; in fp32, on a CPU, the bits are the same, and nothing is
+gained.
 """
 
 from __future__ import annotations

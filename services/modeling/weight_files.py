@@ -52,8 +52,9 @@ class WeightFiles:
         if self._model is not None and self._model.config.model_type in TURNED:
             every = self._model.state_dict().items()
             experts = {name: value.shape for name, value in every if name in self and is_experts(name, value)}
-            # transformers writes them as they are in memory, and reads both.
-            self._turned = frozenset(name for name, shape in experts.items() if self.shape(name) != tuple(shape))
+            # transformers writes them as they are in memory, and reads both. One alone may be square, and tell nothing.
+            if any(self.shape(name) != tuple(shape) for name, shape in experts.items()):
+                self._turned = frozenset(experts)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -116,7 +117,7 @@ def save_in_parts(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], par
             write()
             size = 0
         # Cloned: safetensors refuses tensors that share memory, as those of one buffer do.
-        held[name], size = tensor.detach().clone(), size + tensor.nbytes
+        held[name], size = tensor.detach().clone(memory_format=torch.contiguous_format), size + tensor.nbytes
     write()
     let_read(folder)
     names = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from penstock.services.broker import beats
 from penstock.services.broker.beats import Beats
 from penstock.services.runtime.lines import read_lines
+from tests.weights.channel import until
 
 
 def test_other_machines_see_that_a_broker_is_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,9 +19,9 @@ def test_other_machines_see_that_a_broker_is_at_work(tmp_path: Path, monkeypatch
     synced: list[int] = []
     monkeypatch.setattr(beats.os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
     written = Beats(tmp_path / "actors.jsonl")
-    for _ in range(3):
+    for count in range(1, 4):
         written.write({}, {}, {})
-        time.sleep(0.05)
+        until(lambda count=count: len(synced) == count and written._syncing.done(), 20, "the disk")
     written.close()
     assert len(synced) == 3 and synced[0] < synced[-1] == (tmp_path / "actors.jsonl").stat().st_size
 

@@ -111,6 +111,10 @@ def test_shipped_configs_survive_a_round_trip(path: Path) -> None:
             "reward.functions.0.function: 'exact' is neither module:function nor one",
         ),
         ("prompts.train={type: hub}", "prompts.train.path: missing"),
+        ("prompts.train={type: json, files: rows.jsonl}", "path: json, files: [rows.jsonl]}"),
+        ("prompts.train={files: 5}", "prompts.train: say which kind it is"),
+        ("trainer.optimizer.epsilon=1e-8", "trainer.optimizer.epsilon: unknown key; did you mean"),
+        ("critic.optimizer.learning_rate=1", "critic.optimizer.learning_rate: unknown key; known keys"),
         ("prompts.train={type: jsonl}", "files of your own are {type: hub, path: json, files: [rows.jsonl]}"),
         ("prompts.eval={files: [a.csv]}", "files of your own are {type: hub, path: csv, files: [a.csv]}"),
         (

@@ -95,8 +95,12 @@ def test_a_file_that_was_edited_and_is_not_given_again_is_told_of(
         "not taken: trainer.steps: 50 → 80 as run.yaml has it by now; to take it: penstock run run.yaml --resume "
         f"{folder}"
     )
-    file.write_text("prompts: {train: {type: sort}}\n")  # says less: what it does not say is as the run began
+    file.write_text(FILE.replace("trainer: {steps: 50}\n", ""))  # what it does not say is as the run began
     assert resumed(folder, None, [])[2] == []
+    rows = "{type: hub, path: json, files: [gone.jsonl]}, epochs: 3"
+    file.write_text(FILE.replace("{type: sort}", rows).replace("steps: 50", "steps: null"))
+    (told,) = resumed(folder, None, [])[2]  # and nothing is read for it
+    assert told.startswith("not taken: prompts.")
     file.unlink()
     assert resumed(folder, None, ["trainer.steps=90"])[2] == ["changed: trainer.steps: 50 → 90"]
 

@@ -101,7 +101,7 @@ def test_machines_meet_by_a_file_that_their_user_alone_reads(tmp_path: Path) -> 
             assert not too and same == secret and len(secret) == 32
             served.set("said", "heard")
             assert found.get("said") == b"heard"
-    assert not (tmp_path / "trainer.meeting").read_text(), "what was served there is for nobody any more"
+    assert not (tmp_path / "trainer.meeting").read_text().strip(), "what was served there is for nobody any more"
 
 
 def test_machines_whose_locks_are_their_own_meet_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

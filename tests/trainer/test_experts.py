@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
+from penstock.pipeline.tools.merge import merge
 from penstock.services.learning import checkpoint
 from penstock.services.modeling.experts import EXPERTS, as_in_files, counted, is_experts
 from penstock.services.modeling.families import BALANCED
@@ -21,7 +22,7 @@ from penstock.services.modeling.load import attention_of, with_head
 from penstock.services.modeling.parallel.expert import deal_experts
 from penstock.services.modeling.parallel.world import Shape, World
 from penstock.services.modeling.state_mixers import take_packed_rows
-from penstock.services.modeling.weight_files import WeightFiles
+from penstock.services.modeling.weight_files import WeightFiles, save_in_parts
 from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
@@ -75,12 +76,18 @@ def test_experts_that_files_have_turned_are_read_either_way_and_written_as_the_h
         with WeightFiles(folder, model) as files:
             assert files.shape(name) == wanted[name].shape == (4, 48, 32)
             assert torch.equal(files.block(name, block), wanted[name][block])
+    (tmp_path / "sent").mkdir()
+    save_in_parts(tmp_path / "sent", as_in_files("qwen3_vl_moe", model.state_dict()))
+    merge(tmp_path / "transformers", tmp_path / "merged")
     saver = checkpoint.Saver(Learner(model, TrainerConfig(), 1.0), Tokenizer(), tmp_path, keep=1)
     path = saver.begin().result()
     saver.close()
-    hub, written = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hub", path))
-    assert hub[name].shape == (4, 32, 48) and hub.keys() == written.keys()
-    assert all(torch.equal(written[name], value) for name, value in hub.items())
+    hub = load_file(tmp_path / "hub" / "model.safetensors")
+    assert hub[name].shape == (4, 32, 48)
+    for folder in (path, tmp_path / "sent", tmp_path / "merged"):
+        written = load_file(folder / "model.safetensors")
+        assert hub.keys() == written.keys()
+        assert all(torch.equal(written[name], value) for name, value in hub.items()), folder
 
 
 @pytest.mark.parametrize(("model", "size", "why"), [(a_model, 2, "no mixture of experts"), (a_mixture, 3, "8 experts")])

@@ -155,6 +155,7 @@ class NcclLane:
         self._held: deque[_Given] = deque()
         """What NCCL may not be done with: freed, its memory would be somebody else's while a broadcast that does not
         end may still write there. A group that is left behind has it for good."""
+        self._letting = threading.Lock()
         self._asking = threading.Lock()
         """The communicator is there: nobody asks it once it is being ended."""
         threading.Thread(target=self._run, name=f"nccl-{rank}", daemon=True).start()
@@ -174,8 +175,7 @@ class NcclLane:
 
         def put() -> Event:
             assert self._communicator
-            while self._held and (before := self._held[0].done) and before.query():
-                self._held.popleft()
+            self.let_go()
             self._held.append(given := _Given(tensor))
             self._nccl.broadcast(tensor, options.rootRank, self._communicator, self._queue.handle)
             # It is in the queue by then; before, the event would lie before it, and the next call be refused.
@@ -184,6 +184,12 @@ class NcclLane:
             return given.done
 
         return NcclWork(self, self._call(put, deadline, "take a broadcast"))
+
+    def let_go(self) -> None:
+        """Of what NCCL is done with."""
+        with self._letting:
+            while self._held and (before := self._held[0].done) and before.query():
+                self._held.popleft()
 
     def check(self) -> None:
         """Raises `NcclError` where NCCL reports that something is wrong."""
@@ -275,7 +281,9 @@ class NcclWork:
     def is_completed(self) -> bool:
         """Whether its bytes are there. Raises `NcclError` where NCCL has given it up."""
         self._lane.check()
-        return self._event.query()
+        if done := self._event.query():
+            self._lane.let_go()
+        return done
 
     def wait(self) -> None:
         """Nothing is left to wait for once it `is_completed`."""
