@@ -70,7 +70,7 @@ def test_steps_may_be_as_many_as_the_epochs_make(tmp_path: Path) -> None:
         laid_out(str(file), [], None)
     config, _, told = laid_out(str(file), ["prompts.epochs=2"], None)
     assert config.trainer.steps == 63
-    assert told == ["trainer.steps: null → 63 (prompts.epochs=2 of 1,000 prompts, 32 groups a step)"]
+    assert told == ["changed: trainer.steps: null → 63 (prompts.epochs=2 of 1,000 prompts, 32 groups a step)"]
     report = Report()
     data.look(config, report)
     assert not report.problems and not report.notes
