@@ -42,8 +42,8 @@ def critic_of(folder: Path, world: World, sums: str, lora: bool = False, saved: 
 
 
 def same_step(one: CriticLearner, other: CriticLearner, step: TrainingBatch) -> None:
-    # A twentieth of an update where pictures are shown: Adam divides small gradients by their noise, another one on each
-    # kind of processor (2e-4 was seen). Values and metrics, which tell whether it learns the same, are held closer.
+    # A twentieth of an update where pictures are shown: Adam divides small gradients by their noise, another one on
+    # each kind of processor (2e-4 was seen). Values and metrics, which tell whether it learns alike, are held closer.
     near = 5e-4 if any(trajectory.pictures for trajectory in step.trajectories) else 1e-5
     found = []
     for learner in (one, other):
