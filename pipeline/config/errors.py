@@ -67,8 +67,8 @@ def _as_section(data: Any, path: list[Any], value: Any) -> str:
 
 
 def _meant(data: Any, path: list[Any], value: Any) -> str:
-    """What the unknown key at ``path`` may stand for: the same of another kind of section, what others call so, one
-    here that is spelled almost alike, one of the same name elsewhere, one here that is spelled a little alike."""
+    """What the unknown key at ``path`` may stand for: the same of another kind of section, one here that is spelled
+    almost alike, what others call so, one of the same name elsewhere, one here that is spelled a little alike."""
     from penstock.pipeline.config.key_reference import find, same_name  # parses docstrings, and imports this module
 
     dotted, last = ".".join(map(str, path)), str(path[-1])

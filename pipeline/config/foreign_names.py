@@ -78,8 +78,6 @@ HERE = {
 """By the last part of a key of theirs."""
 SECTIONS = ("actor_rollout_ref", "data", "reward_model")
 """Of verl's, that are none here."""
-
-
 WITHIN = ("trainer", "trainer.algorithm")
 """Where else than alone a key of theirs may stand for what is elsewhere here."""
 

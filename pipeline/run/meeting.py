@@ -57,6 +57,7 @@ def meeting(folder: Path, kind: str, host: str, patience_s: float) -> Iterator[t
                     _write(file, *mine)
                     time.sleep(SETTLE_S)
                     if _said(path) != mine:  # of two that came at once the last serves
+                        del store
                         continue
                     try:
                         yield store, bytes.fromhex(mine[1]), True

@@ -47,7 +47,7 @@ def resumed(folder: Path, file: Path | None, overrides: list[str] | None) -> tup
     began = load(recorded)
     origin = (read(folder) or Origin(str(recorded.resolve()))).with_overrides(overrides)
     kept: list[str] = []
-    by_file: Config | None = None
+    by_file: tuple[Config, set[str]] | None = None
     done = done_in(folder)
     if file is None:
         by_file = _by_its_file(origin)  # before the run's own, after which this process looks for files
@@ -64,29 +64,32 @@ def resumed(folder: Path, file: Path | None, overrides: list[str] | None) -> tup
     config, _ = counted(config, None if asked_now else began, done)
     check_fixed(began, config)
     check_left(folder, config)
-    if by_file and (more := _said_otherwise(Path(origin.file), config, by_file)):
-        others = f", and {len(more) - 1} more" if len(more) > 1 else ""
-        again = f"penstock run {shlex.quote(_short(origin.file))} --resume {shlex.quote(str(folder))}"
-        kept = [f"not taken: {more[0]} as {Path(origin.file).name} has it by now{others}; to take it: {again}"]
+    if by_file and (line := _not_taken(origin, folder, config, *by_file)):
+        kept = [line]
     return config, origin, [*(f"changed: {change}" for change in changes(began, config)), *kept]
 
 
-def _by_its_file(origin: Origin) -> Config | None:
-    """The config of a run's file as that is now, under the overrides of the run's starts; None where there is none that
-    can be had: the run does not need it."""
+def _by_its_file(origin: Origin) -> tuple[Config, set[str]] | None:
+    """The config of a run's file as that is now, under the overrides of the run's starts, and the keys that the file
+    gives, with those above them; None where there is none that can be had: the run does not need it."""
     with suppress(SetupError, OSError):
-        return load(Path(origin.file), list(origin.overrides), started=origin)
+        file = Path(origin.file)
+        said = leaves(read_sections(file))
+        return load(file, list(origin.overrides), started=origin), {k for one in said for k in (one, *_above(one))}
     return None
 
 
-def _said_otherwise(file: Path, config: Config, by_file: Config) -> list[str]:
-    """What ``file`` has said since the run began, and ``config`` has not; but nothing that it leaves to defaults, which
-    may be others by now."""
-    said = leaves(read_sections(file))
-    keys = {key for one in said for key in (one, *_above(one))}
+def _not_taken(origin: Origin, folder: Path, config: Config, by_file: Config, said: set[str]) -> str:
+    """A line where a run's file has ``said`` since the run began what ``config`` has not, and how to take it; empty
+    where not. What it leaves to defaults, which may be others by now, does not count."""
     if by_file.trainer.steps is None:  # as many as the prompts make, which are not read for a note
-        keys -= {"trainer.steps"}
-    return [change for change in changes(config, by_file) if change.partition(":")[0] in keys]
+        said = said - {"trainer.steps"}
+    more = [change for change in changes(config, by_file) if change.partition(":")[0] in said]
+    if not more:
+        return ""
+    others = f", and {len(more) - 1} more" if len(more) > 1 else ""
+    again = f"penstock run {shlex.quote(_short(origin.file))} --resume {shlex.quote(str(folder))}"
+    return f"not taken: {more[0]} as {Path(origin.file).name} has it by now{others}; to take it: {again}"
 
 
 def _short(path: str) -> str:

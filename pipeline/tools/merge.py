@@ -118,7 +118,7 @@ def _write_merged(checkpoint: Path, about: AdapterShape | None, out: Path, dtype
     name_own_code(merged.config, beside)
     merged.to(DTYPES[dtype]).save_pretrained(out)
     if merged.config.model_type in TURNED:
-        _turn_experts(out)
+        _write_as_in_files(out, merged.config.model_type)
     let_read(out)
     write_beside(beside, out)
     tokenizer = load_tokenizer(str(checkpoint), key="CHECKPOINT")
@@ -127,15 +127,15 @@ def _write_merged(checkpoint: Path, about: AdapterShape | None, out: Path, dtype
     tokenizer.save_pretrained(out)
 
 
-def _turn_experts(out: Path) -> None:
-    """As the hub has them; transformers reads them either way, and vLLM so alone."""
+def _write_as_in_files(out: Path, model_type: str) -> None:
+    """As the hub has this family's experts; transformers reads them either way, and vLLM so alone."""
     from safetensors.torch import load_file, save_file
 
-    from penstock.services.modeling.experts import is_experts
+    from penstock.services.modeling.experts import as_in_files
 
     for path in out.glob("*.safetensors"):
-        turned = {n: t.mT.contiguous() if is_experts(n, t) else t for n, t in load_file(path).items()}
-        save_file(turned, path, {"format": "pt"})
+        turned = as_in_files(model_type, load_file(path))
+        save_file({name: weight.contiguous() for name, weight in turned}, path, {"format": "pt"})
 
 
 def is_critic(checkpoint: Path) -> bool:
