@@ -38,7 +38,8 @@ TEXT: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 0,
     },
     "qwen3_next": LINEAR | MIXTURE, "qwen3_5_text": LINEAR, "qwen3_5_moe_text": LINEAR | MIXTURE,
-    "glm4": {}, "glm4_moe": MIXTURE, "deepseek_v3": MIXTURE | LATENT, "minimax_m2": MIXTURE,
+    "glm4": {}, "glm4_moe": MIXTURE, "deepseek_v3": MIXTURE | LATENT,
+    "glm4_moe_lite": MIXTURE | LATENT, "minimax_m2": MIXTURE,
     "olmoe": MIXTURE | {"head_dim": 8},
     "phi3": {"sliding_window": None}, "smollm3": {}, "granite": {
         "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0,

@@ -361,7 +361,7 @@ def kv_tokens(
     ``tensor`` x ``stages`` GPUs; where it keeps a state of each sequence too, of sequences of ``length`` tokens."""
     weights = versions * shape.served * shape.served_bytes / (tensor * stages) / GIB
     state = shape.state_bytes / length / (tensor * stages)
-    token = (shape.kv_bytes / (min(tensor, shape.kv_heads) * stages) + state) / GIB
+    token = (shape.kv_bytes / (shape.kv_ranks(tensor) * stages) + state) / GIB
     return max(0.0, room - weights - OVERHEAD_GIB) / token
 
 

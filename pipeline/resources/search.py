@@ -376,7 +376,7 @@ def _generate_s(
     fit = sequences(config, shape, tensor, device, load.length, share)
     batch = max(1.0, min(most, fit, tokens / response))
     weights = shape.parameters * shape.served_bytes / tensor
-    kv = batch * (load.prompt + response / 2) * shape.kv_bytes / min(tensor, shape.kv_heads)
+    kv = batch * (load.prompt + response / 2) * shape.kv_bytes / shape.kv_ranks(tensor)
     read_s = (weights + kv) / (device.gb_s * 1e9 * BANDWIDTH_SHARE)
     token_s = 2 * shape.met / (tensor * device.tflops * 1e12 * FLOPS_SHARE)
     prompts_s = load.groups * load.prompt / engines * token_s

@@ -8,7 +8,8 @@ from typing import Literal
 
 from penstock.services.learning.adapter_config import AdapterConfig
 from penstock.services.learning.config import GRADIENT_SHARE, LearnerConfig, OptimizerConfig
-from penstock.services.modeling.decoder_shape import Linear, Matrix, Shape
+from penstock.services.modeling.decoder_shape import Shape
+from penstock.services.modeling.layer_sizes import Linear, Matrix
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.weights.config import GPU_BUCKET_MB
 

@@ -17,7 +17,7 @@ from penstock.pipeline.resources.loads import load_of
 from penstock.pipeline.resources.memory import critics_each, trainer_of
 from penstock.pipeline.resources.readers import BATCH
 from penstock.pipeline.resources.search import BANDWIDTH_SHARE, critic_rest_s, critic_times, reference_s, sequences
-from penstock.pipeline.resources.step_time import FLOPS_SHARE, forward_s, switch_s, train_s
+from penstock.pipeline.resources.step_time import FLOPS_SHARE, LINK_SHARE, forward_s, switch_s, train_s
 from penstock.pipeline.resources.trainer_memory import version_bytes
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.rollout.config import VLLM_DEFAULT, PluginEngineConfig, VllmEngineConfig
@@ -162,7 +162,7 @@ def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt:
     weights, bandwidth = shape.parameters * shape.served_bytes, device.gb_s * 1e9 * BANDWIDTH_SHARE
     # Of a step's sequences each data-parallel engine has a part, and each stage of it has a part of those at a time.
     parts = data * stages
-    kv = (prompt + length / 2) * shape.kv_bytes / min(tensor, shape.kv_heads)
+    kv = (prompt + length / 2) * shape.kv_bytes / shape.kv_ranks(tensor)
     flops = device.tflops * 1e12 * FLOPS_SHARE
     step = load_of(config, length, prompt)
     trained = train_s(shape, trainer_of(config), step, device) / step.tokens
@@ -190,7 +190,8 @@ def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt:
         "critic_values_token_s": values_s / step.tokens,
         "critic_train_token_s": critic_s / step.tokens,
         "publish_s": version_bytes(shape, config.trainer) / (NETWORK_GB_S * 1e9),
-        "pause_s": weights / (tensor * stages) / bandwidth,
+        # An engine's host has the version by then, and its GPUs read it from there.
+        "pause_s": weights / (tensor * stages) / (device.host_gb_s * 1e9 * LINK_SHARE),
         "switch_s": switched if config.run.colocated else 0.0,
     }
     return checked("--gpus", found)

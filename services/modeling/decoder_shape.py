@@ -10,6 +10,7 @@ from penstock.protocols.versions import DTYPE_BYTES, Dtype
 from penstock.services.modeling.families import (
     BOTH_WAYS,
     COUNTED_MIXTURES,
+    LATENT,
     LINEAR,
     NORMS_HEADS,
     PACKED,
@@ -22,63 +23,13 @@ from penstock.services.modeling.families import (
     keeps_state,
 )
 from penstock.services.modeling.layer_names import is_called, is_pattern
+from penstock.services.modeling.layer_sizes import Latent, Linear, Matrix, attention, feed_forward
 from penstock.services.modeling.lengths import stretched
 from penstock.services.modeling.parallel.stage_layers import stage_layers
 
 SEEN_BYTES = 512 << 20
 """Of what towers that stand still have found in pictures, so much is remembered on a device; the oldest is
 forgotten."""
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """One of a layer's."""
-
-    inputs: int
-    outputs: int
-    within: str = "mlp"
-    """What part of its layer it is in."""
-    share: float = 1.0
-    """Of the layers, how many have it."""
-
-    @property
-    def size(self) -> int:
-        """Its numbers."""
-        return self.inputs * self.outputs
-
-    @property
-    def numbers(self) -> float:
-        """Of a layer, on average."""
-        return self.share * self.size
-
-
-@dataclass(frozen=True)
-class Linear:
-    """Linear attention: a state of each value head in the place of keys and values (Gated DeltaNet)."""
-
-    heads: int
-    """Of values."""
-    key_heads: int
-    size: int
-    """Numbers of a value in one head."""
-    key_size: int
-    kernel: int
-    """Tokens that the convolution before it sees."""
-
-    @property
-    def values(self) -> int:
-        """Numbers of a token's value, over all heads."""
-        return self.heads * self.size
-
-    @property
-    def mixed(self) -> int:
-        """Numbers of a token that the convolution mixes: query, key and value."""
-        return 2 * self.key_heads * self.key_size + self.values
-
-    @property
-    def state_bytes(self) -> int:
-        """Of a sequence, in one layer: fp32, and the last tokens before the convolution in 16 bits."""
-        return 4 * self.heads * self.key_size * self.size + 2 * (self.kernel - 1) * self.mixed
 
 
 @dataclass(frozen=True)
@@ -104,6 +55,9 @@ class Shape:
     dense: int = 0
     """A mixture's layers that have no experts, but a plain feed-forward part, of the size `dense_inner`."""
     dense_inner: int = 0
+    latent: Latent | None = None
+    """What keys and values are made of, where not of the hidden state: `kv_heads` is `heads` then, and `head_dim` the
+    size of a key."""
     linear: Linear | None = None
     """What layers have that attend to a state instead of all tokens."""
     attending: float = 1.0
@@ -164,22 +118,19 @@ class Shape:
     @property
     def matrices(self) -> dict[str, Matrix]:
         """Those of a layer, by the name of its module; of a mixture, those that are no expert's."""
-        hidden, inner, part = self.hidden, self.intermediate, "self_attn"
-        q, kv, share = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.attending
-        found = {
-            "q_proj": Matrix(hidden, q * (1 + self.gated), part, share), "k_proj": Matrix(hidden, kv, part, share),
-            "v_proj": Matrix(hidden, kv, part, share), "o_proj": Matrix(q, hidden, part, share),
-        }  # fmt: skip
-        if linear := self.linear:
-            sizes = {"qkv": linear.mixed, "z": linear.values, "b": linear.heads, "a": linear.heads}
-            parts = {f"in_proj_{name}": (hidden, size) for name, size in sizes.items()}
-            parts["out_proj"] = (linear.values, hidden)
-            found |= {name: Matrix(*size, "linear_attn", 1 - share) for name, size in parts.items()}
+        hidden, inner, share = self.hidden, self.intermediate, self.attending
+        if self.latent:
+            found = self.latent.matrices(hidden, self.heads)
+        else:
+            q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+            found = attention(hidden, q, kv, self.gated, share)
+        if self.linear:
+            found |= self.linear.matrices(hidden, 1 - share)
         if self.beside:
-            found |= _feed_forward(hidden, self.beside, "mlp.shared_expert", 1 - self.dense / self.layers)
+            found |= feed_forward(hidden, self.beside, "mlp.shared_expert", 1 - self.dense / self.layers)
         if self.experts:
             inner, share = self.dense_inner, self.dense / self.layers
-        return found | (_feed_forward(hidden, inner, "mlp", share if self.experts else 1.0) if inner else {})
+        return found | (feed_forward(hidden, inner, "mlp", share if self.experts else 1.0) if inner else {})
 
     @property
     def shared(self) -> float:
@@ -313,18 +264,25 @@ class Shape:
     @property
     def kv_bytes(self) -> int:
         """KV of one token, over all layers that have it."""
+        if self.latent:
+            return self.layers * self.latent.kept * self.served_bytes
         return round(2 * self.layers * self.attending) * self.kv_heads * self.head_dim * self.served_bytes
+
+    def kv_ranks(self, tensor: int) -> int:
+        """Of an engine's ``tensor`` ranks, over how many the KV of one token is cut."""
+        return 1 if self.latent else min(tensor, self.kv_heads)
+
+    @property
+    def pair_numbers(self) -> float:
+        """Of a query and a key that it sees, numbers that are multiplied and added: of the key and of its value, over
+        all heads; of a layer, on average."""
+        each = self.latent.key + self.latent.value if self.latent else 2 * self.head_dim
+        return self.attending * self.heads * each
 
     @property
     def state_bytes(self) -> int:
         """What an engine keeps of a sequence however long it is, over all layers."""
         return round(self.layers * (1 - self.attending)) * (self.linear.state_bytes if self.linear else 0)
-
-
-def _feed_forward(hidden: int, inner: int, within: str, share: float) -> dict[str, Matrix]:
-    before, behind = Matrix(hidden, inner, within, share), Matrix(inner, hidden, within, share)
-    found = {"gate_proj": before, "up_proj": before, "down_proj": behind}
-    return found if within == "mlp" else {f"{within}.{name}": matrix for name, matrix in found.items()}
 
 
 def described_by(name: str, data: Mapping[str, Any]) -> Shape | None:
@@ -345,15 +303,16 @@ def described_by(name: str, data: Mapping[str, Any]) -> Shape | None:
     positions = stretched(data.get("max_position_embeddings"), original | rope)
     tied = data.get("tie_word_embeddings", family in TIED)
     try:
-        heads = data["num_attention_heads"]
+        heads, latent = data["num_attention_heads"], _latent(data) if family in LATENT else None
         found = Shape(
             name, data["hidden_size"], 0 if mixture else data["intermediate_size"], data["num_hidden_layers"], heads,
-            data.get("num_key_value_heads") or heads, data.get("head_dim") or data["hidden_size"] // heads,
+            heads if latent else data.get("num_key_value_heads") or heads,
+            latent.key if latent else data.get("head_dim") or data["hidden_size"] // heads,
             data["vocab_size"], bool(tied), positions or 1 << 20,
             packs=whole in PACKED - BOTH_WAYS and not hybrid, shares=whole in PACKED, staged=whole in STAGED,
             tensor=whole in TENSOR, split=whole in TENSOR | TENSOR_WHOLE,
             counted=family in PLAIN and not data.get("use_sliding_window"),
-            norms_heads=hybrid or family in NORMS_HEADS,
+            norms_heads=hybrid or family in NORMS_HEADS, latent=latent,
         )  # fmt: skip
         found = replace(found, **_mixture(data)) if mixture else found
         return replace(found, **_linear(data)) if hybrid else found
@@ -365,12 +324,21 @@ def _mixture(data: Mapping[str, Any]) -> dict[str, Any]:
     """Of a `Shape`, what a mixture's config.json says of its experts."""
     inner = data.get("moe_intermediate_size") or data["intermediate_size"]
     counts = (data.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    dense = data.get("first_k_dense_replace") or 0
+    kinds = data.get("mlp_layer_types")
+    dense = kinds.count("dense") if kinds else data.get("first_k_dense_replace") or 0
     return {
         "intermediate": inner, "experts": next(filter(None, counts)), "chosen": data["num_experts_per_tok"],
         "beside": data.get("shared_expert_intermediate_size") or inner * (data.get("n_shared_experts") or 0),
         "dense": dense, "dense_inner": data["intermediate_size"] if dense else 0,
     }  # fmt: skip
+
+
+def _latent(data: Mapping[str, Any]) -> Latent:
+    """Of a `Shape`, what keys and values are made of."""
+    return Latent(
+        data.get("q_lora_rank") or 0, data["kv_lora_rank"], data["qk_rope_head_dim"], data["qk_nope_head_dim"],
+        data["v_head_dim"],
+    )  # fmt: skip
 
 
 def _linear(data: Mapping[str, Any]) -> dict[str, Any]:

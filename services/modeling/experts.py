@@ -19,6 +19,8 @@ _SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(?:gate|up|down)_proj\.weight")
 
 def mixture_layers(config: Any) -> list[int]:
     """Which layers of a model of this transformers ``config`` have experts; the others are plain."""
+    if kinds := getattr(config, "mlp_layer_types", None):
+        return [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
     every, plain = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", None) or ()
     layers = range(getattr(config, "first_k_dense_replace", 0), config.num_hidden_layers)
     return [layer for layer in layers if layer not in plain and (layer + 1) % every == 0]

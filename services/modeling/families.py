@@ -9,18 +9,18 @@ PLAIN = {"llama", "qwen2", "qwen3", "qwen3_moe"}
 """Families whose FLOPs are counted, and whose logits are the output embedding of the hidden state, nothing more."""
 PACKED = PLAIN | {
     "mistral", "ministral3", "gemma2", "gemma3_text", "gpt_oss", "gemma4_text", "qwen3_next", "qwen3_5_text",
-    "qwen3_5_moe_text", "glm4", "glm4_moe", "deepseek_v3", "minimax_m2", "olmoe", "phi3", "smollm3", "granite", "olmo2",
-    "olmo3", "seed_oss", "exaone4", "cohere2", "ernie4_5", "hunyuan_v1_dense", "starcoder2", "lfm2", "granitemoehybrid",
-    "falcon_h1", "nemotron_h", "opt", "gpt_neox", "gpt2", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl",
-    "qwen3_vl_moe", "gemma3", "gemma4", "mistral3",
+    "qwen3_5_moe_text", "glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "minimax_m2", "olmoe", "phi3", "smollm3",
+    "granite", "olmo2", "olmo3", "seed_oss", "exaone4", "cohere2", "ernie4_5", "hunyuan_v1_dense", "starcoder2", "lfm2",
+    "granitemoehybrid", "falcon_h1", "nemotron_h", "opt", "gpt_neox", "gpt2", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl",
+    "qwen3_vl", "qwen3_vl_moe", "gemma3", "gemma4", "mistral3",
 }  # fmt: skip
 """Families that take positions and `attention.Segments` of ours."""
 BOTH_WAYS = {"gemma3", "gemma4"}
 """Of these, those in which the parts of a picture attend to each other both ways, which segments cannot say."""
 STAGED = PLAIN | {
     "mistral", "ministral3", "gemma", "gemma2", "gemma3_text", "gpt_oss", "qwen3_next", "qwen3_5_text",
-    "qwen3_5_moe_text", "glm4", "glm4_moe", "deepseek_v3", "minimax_m2", "olmoe", "phi3", "smollm3", "olmo2", "olmo3",
-    "seed_oss", "exaone4", "cohere2", "ernie4_5", "hunyuan_v1_dense", "starcoder2",
+    "qwen3_5_moe_text", "glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "minimax_m2", "olmoe", "phi3", "smollm3",
+    "olmo2", "olmo3", "seed_oss", "exaone4", "cohere2", "ernie4_5", "hunyuan_v1_dense", "starcoder2",
 }  # fmt: skip
 """Families whose layers are all there is between the embedding and the last norm: they can be cut into stages. Not so
 Granite, which scales what is embedded, and Gemma 4, some of whose layers read ids too."""
@@ -32,7 +32,7 @@ TENSOR = PLAIN | {
 """Families whose matrices tensor parallelism cuts, and with them what is kept of each token."""
 TENSOR_WHOLE = {
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "glm4", "olmo2", "olmo3", "phi3", "olmoe", "minimax_m2",
-    "qwen3_5", "qwen3_5_moe", "deepseek_v3",
+    "qwen3_5", "qwen3_5_moe", "deepseek_v3", "glm4_moe_lite",
 }  # fmt: skip
 """Families of which it cuts matrices, and each rank keeps all that some of them give."""
 TIED = {"cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3", "vaultgemma"}
@@ -41,6 +41,7 @@ OUR_ATTENTION = "penstock"
 """By which transformers' models are told to use `attention.attend` (``attn_implementation``)."""
 IN_MATRICES = {
     "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "olmoe", "glm4_moe", "deepseek_v3",
+    "glm4_moe_lite",
 }  # fmt: skip
 """Families whose files have a matrix for each expert, by the names of `experts`."""
 TURNED = {"qwen3_vl_moe"}
@@ -56,11 +57,13 @@ BALANCED = {
 """Mixtures of which transformers has a loss that balances what their routers say."""
 LINEAR = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 """Families some of whose layers have linear attention (Gated DeltaNet), and others a gate behind theirs."""
+LATENT = {"deepseek_v3", "glm4_moe_lite"}
+"""Families whose keys and values are made of fewer numbers, which alone are kept (MLA)."""
 NORMS_HEADS = {"qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text"}
 """Families that normalise queries and keys, head by head."""
 UNCOUNTED = {"falcon_h1", "nemotron_h", "lfm2", "granitemoehybrid", "gemma4_text", "gpt_neox", "starcoder2"}
 """Families whose config.json reads like that of a plain decoder, which they are not."""
-COUNTED_MIXTURES = MIXTURES - {"deepseek_v3", "granitemoehybrid", "qwen3_5_moe", "qwen3_vl_moe"} | {"qwen3_vl_moe_text"}
+COUNTED_MIXTURES = MIXTURES - {"granitemoehybrid", "qwen3_5_moe", "qwen3_vl_moe"} | {"qwen3_vl_moe_text"}
 """Mixtures whose sizes are counted; of one that sees its decoder's."""
 
 

@@ -1,8 +1,8 @@
 """Floating-point operations of a decoder, on paper: what its matrices and its attention need, whoever computes them.
 
-Of a token 2 for each parameter that it meets, and 4 for each number of a query and each key that it sees (Kaplan et al.
-2020, arXiv:2001.08361, table 1; Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B, which counts all keys of a
-row where this counts those that a causal mask leaves). Norms, embeddings and activations are left out. Imports no
+Of a token 2 for each parameter that it meets, and 2 for each number of each key that it sees, and of its value (Kaplan
+et al. 2020, arXiv:2001.08361, table 1; Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B, which counts all keys
+of a row where this counts those that a causal mask leaves). Norms, embeddings and activations are left out. Imports no
 torch.
 """
 
@@ -15,7 +15,7 @@ def forward_flops(shape: Shape, tokens: float, predicted: float, pairs: float) -
     """Of a forward pass over so many ``tokens``, of which so many are ``predicted`` (the head is for those alone);
     ``pairs`` of a query and a key that it sees."""
     matrices = 2 * (shape.layers * shape.active * tokens + shape.head * predicted)
-    return matrices + 4 * shape.layers * shape.attending * shape.heads * shape.head_dim * pairs
+    return matrices + 2 * shape.layers * shape.pair_numbers * pairs
 
 
 def backward_flops(forward: float, frozen: bool) -> float:

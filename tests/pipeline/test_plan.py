@@ -109,6 +109,7 @@ def test_what_a_family_is_not_shared_by_is_refused(family: str, key: str, tmp_pa
          ("qwen3_5_moe_text", {"num_hidden_layers": 4}, "trainer.expert_parallel=4"),
          ("qwen3_5_moe_text", {"num_hidden_layers": 4}, "trainer.lora.rank=32"),
          ("qwen3_5_text", {"num_hidden_layers": 4}, "trainer.gradient_checkpointing=selective"),
+         ("glm4_moe_lite", {"num_hidden_layers": 3}, ""),
          ("gpt_oss", {"num_hidden_layers": 3, "num_local_experts": 32}, "")))],
 )  # fmt: skip
 def test_the_plan_knows_layers_that_differ(family: str, told: dict[str, Any], overrides: str, tmp_path: Path) -> None:

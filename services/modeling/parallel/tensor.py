@@ -33,8 +33,8 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
 }
 """What transformers calls a way to cut a matrix, and torch's for it."""
-AS = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
-"""Families of which transformers has no plan, or half of one, each with one whose layers are the same."""
+AS = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe", "glm4_moe_lite": "deepseek_v3"}
+"""Families of which transformers has no plan, or another, each with one whose layers are the same."""
 PARTIAL = "replicated_with_grad_allreduce"
 """What transformers calls a parameter whose gradient on each rank is a part."""
 
