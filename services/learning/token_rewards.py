@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from penstock.protocols.columns import REFERENCE
+from penstock.protocols.experience import mean_by_session
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.config import ConstraintConfig, KLConfig, Penalties, RewardShape
 from penstock.services.learning.constraints import lagrangian, multiplier_of, risen
@@ -85,7 +86,8 @@ def _with_constraints(
     tokens = found.tokens / divisor + on_last_token(scores - found.scores / divisor, found.mask)
     own = ~step.given[rows]
     for constraint, cost, multiplier in zip(constraints, costs, multipliers, strict=True) if own.any() else ():
-        state[f"multiplier/{constraint.column}"] = risen(multiplier, float(cost[own].mean()), constraint)
+        mean = np.nanmean(mean_by_session(cost.numpy()[own], step.sessions[rows][own]))
+        state[f"multiplier/{constraint.column}"] = risen(multiplier, float(mean), constraint)
     metrics = found.metrics | {f"multiplier/{c.column}": m for c, m in zip(constraints, multipliers, strict=True)}
     return TokenRewards(scores, tokens, found.mask, metrics)
 
@@ -103,7 +105,11 @@ def _less_kl(
     if penalty.target is not None:
         state[COEFFICIENT] = adapted(coefficient, mean, penalty.target, penalty.horizon, len(rows))
     metrics = found.metrics | {"reward_kl": mean, "kl_coefficient": coefficient}
-    return TokenRewards(scores - coefficient * kl.sum(-1), tokens - coefficient * kl, mask, metrics)
+    # An agent's session left the reference by what all its branches did; each of these is worth the whole.
+    _, places = np.unique(step.sessions[rows], return_inverse=True)
+    session = torch.from_numpy(places)
+    whole = torch.zeros(len(rows), dtype=kl.dtype).index_add_(0, session, kl.sum(-1))[session]
+    return TokenRewards(scores - coefficient * whole, tokens - coefficient * kl, mask, metrics)
 
 
 def _coefficient(penalty: KLConfig, state: dict[str, float]) -> float:

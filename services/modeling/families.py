@@ -52,9 +52,10 @@ UNFILLED = {"gpt_oss", "minimax_m2", "granitemoehybrid"}
 """Mixtures whose whole versions vLLM 0.32 cannot be filled with: gpt-oss' experts are copied past what catches them as
 they come, the others' files have them by other names than transformers'."""
 BALANCED = {
-    "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe", "olmoe", "gpt_oss", "minimax_m2",
+    "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe", "olmoe", "gpt_oss",
 }  # fmt: skip
-"""Mixtures of which transformers has a loss that balances what their routers say."""
+"""Mixtures of which transformers has a loss that balances what their routers choose by; MiniMax-M2's choose by
+something else than that loss reads."""
 LINEAR = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 """Families some of whose layers have linear attention (Gated DeltaNet), and others a gate behind theirs."""
 LATENT = {"deepseek_v3", "glm4_moe_lite"}

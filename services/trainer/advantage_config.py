@@ -55,6 +55,7 @@ class GaeAdvantage(Choice):
 
     implementation = "advantages.gae:gae"
     paper = "Schulman et al. 2015, arXiv:1506.02438; Schulman et al. 2017, arXiv:1707.06347; λ: arXiv:2504.05118"
+    whitens = True
     compares = False
     by_token = True
     type: Literal["gae"] = "gae"
@@ -115,6 +116,7 @@ class ReinforcePlusPlusAdvantage(Choice):
 
     implementation = "advantages.reinforce_plus_plus:reinforce_plus_plus"
     paper = "Hu et al. 2025, arXiv:2501.03262"
+    whitens = True
     compares = False
     by_token = True
     type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
@@ -127,6 +129,7 @@ class ReinforcePlusPlusBaselineAdvantage(Choice):
 
     implementation = "advantages.reinforce_plus_plus:reinforce_plus_plus_baseline"
     paper = "Hu et al. 2025, arXiv:2501.03262"
+    whitens = True
     least_n = 2
     type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
 
@@ -192,6 +195,7 @@ class GdpoAdvantage(Choice):
 
     implementation = "advantages.gdpo:gdpo"
     paper = "GDPO 2026, arXiv:2601.05242"
+    whitens = True
     least_n = 2
     equal_teach = True
     type: Literal["gdpo"] = "gdpo"

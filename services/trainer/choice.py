@@ -25,6 +25,8 @@ class Traits(Section):
     """Of an advantage: an answer is worth what it is beside others of its group."""
     equal_teach: ClassVar[bool] = False
     """Of one that compares: a group whose rewards are all equal may teach something nevertheless."""
+    whitens: ClassVar[bool] = False
+    """Of an advantage: its mean over all sampled tokens of a step is 0, and their deviation 1."""
     aggregation: ClassVar[Aggregation] = "token-mean"
     """Of a loss: how its authors make one number of its tokens."""
     has_ratio: ClassVar[bool] = True

@@ -84,12 +84,12 @@ def _shares(step: TrainingBatch, solved_all: int, solved_none: int) -> dict[str,
 
 
 def _means(step: TrainingBatch) -> dict[str, float]:
-    """Of every column but those that have metrics of their own: over trajectories, or over sampled tokens, that have a
+    """Of every column but those that have metrics of their own: over sessions, or over sampled tokens, that have a
     value."""
     found = {}
     for name, values in step.values.items():
         if name != REWARD and np.isfinite(values).any():
-            found[name] = float(np.nanmean(values))
+            found[name] = float(np.nanmean(mean_by_session(values, step.sessions)))
     for name, parts in step.token_values.items():
         if name != REFERENCE and name not in step.values and parts:
             sampled = [v[t.loss_mask == 1] for v, t in zip(parts, step.trajectories, strict=True)]

@@ -28,7 +28,6 @@ from penstock.protocols.experience import UNSAMPLED, Trajectory
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.constraints import with_known_costs
 from penstock.services.learning.layer_norms import LayerNorms
-from penstock.services.learning.masked_mean import masked_mean
 from penstock.services.learning.model_flops import ModelFlops
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
 from penstock.services.learning.token_rewards import token_rewards
@@ -42,7 +41,8 @@ from penstock.services.modeling.taught import Taught
 from penstock.services.modeling.token_statistics import Statistic
 from penstock.services.runtime import health
 from penstock.services.trainer.advantage_columns import advantage_columns
-from penstock.services.trainer.algorithms.compose import SUMMED, Algorithm, Part, Totals
+from penstock.services.trainer.algorithms.compose import SUMMED, Algorithm, Part
+from penstock.services.trainer.algorithms.totals import Totals, in_sessions
 from penstock.services.trainer.by_lag import ByLag
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.described import describe
@@ -145,7 +145,9 @@ class Learner(ModelLearner):
         given, sizes = step.given[chosen], np.array([t.sampled for t in trajectories], np.int64)
         sampled = np.where(given, 0, sizes)
         values, good = self._values(step, chosen, sampled)
-        totals = Totals(*map(float, (sampled.sum(), (sampled > 0).sum(), good, sizes[given].sum(), given.sum())))
+        tops = {name: [step.tops[name][i] for i in chosen] for name in self.algorithm.teachers}
+        totals = Totals.of(sampled, np.where(given, sizes, 0), step.sessions[chosen], good, tops.values())
+        whole = to_device(torch.from_numpy(in_sessions(sampled, step.sessions[chosen])), self.device)
         if not totals.tokens and not totals.given:
             return 0.0, {}
         if self._config.algorithm.picks_tokens:
@@ -154,7 +156,6 @@ class Learner(ModelLearner):
         if LAGS in self.algorithm.columns:
             token_values[LAGS] = lags
         plan = self.plan(trajectories, step.groups[chosen])
-        tops = {name: [step.tops[name][i] for i in chosen] for name in self.algorithm.teachers}
 
         def parts() -> Iterator[tuple[Rows, Part]]:
             for each, _ in plan:
@@ -174,7 +175,7 @@ class Learner(ModelLearner):
                 old = None if before is None else rows.column(before)
                 shown = to_device(torch.from_numpy(given[members])[:, None], self.device) if totals.given else None
                 mask, shown = (rows.mask, None) if shown is None else (rows.mask & ~shown, rows.mask & shown)
-                stated |= {"given": shown, "sampled": bool(sampled[members].any())}
+                stated |= {"given": shown, "sampled": bool(sampled[members].any()), "tokens": whole[index]}
                 yield rows, Part(log_prob, sampled_as, advantage, mask, columns, old, **stated)
 
         def judged(rows: Rows, part: Part) -> None:
@@ -302,11 +303,12 @@ class Learner(ModelLearner):
             policy_columns, taught = self._policy_columns(step, rewarded, mask, columns[SAMPLED])
             columns, metrics = columns | policy_columns, metrics | taught
         if self._config.algorithm.teacher_advantage:
-            metrics["teacher_kl"] = float(masked_mean(-self.algorithm.taught(columns, mask), mask))
-        worth = self.algorithm.advantages(rewards.scores, mask, groups, columns, rewards.tokens, sessions).float()
-        advantage = self._config.algorithm.advantage
-        if advantage.compares and advantage.type != "custom":
-            worth[step.left_alone(rewarded)] = 0.0
+            metrics["teacher_kl"] = self.algorithm.teacher_kl(columns, mask)
+        advantage, learned = self._config.algorithm.advantage, torch.from_numpy(self._learned(step)[rewarded])
+        compares = advantage.compares and advantage.type != "custom"
+        alone = torch.from_numpy(step.left_alone(rewarded)) if compares else None
+        compared_as = rewards.scores, mask, groups, columns, rewards.tokens, sessions
+        worth = self.algorithm.advantages(*compared_as, learned, alone).float()
         found = torch.zeros((len(step.trajectories), max(len(t.tokens) for t in step.trajectories)))
         found[rewarded, : mask.shape[1]] = worth
         return found, metrics

@@ -17,13 +17,16 @@ def running_baselines(
     rewards: Sequence[float], roles: Sequence[str], sessions: Sequence[int], decay: float, state: dict[str, float]
 ) -> np.ndarray:
     """float64 ``[rows]``: b of each row's role, once it has followed the row's own reward R by b ← decay · b +
-    (1 − decay) · R, one row after the other in the step's order; it begins at 0. Of rows with the same role that are
-    branches of one session the first one is followed. ``state`` has b by role, and keeps it."""
+    (1 − decay) · R, one row after the other in the step's order; it begins at 0. Rows with the same role that are
+    branches of one session are followed once, by their mean. ``state`` has b by role, and keeps it."""
+    branches: dict[tuple[str, int], list[float]] = {}
+    for reward, role, session in zip(rewards, roles, sessions, strict=True):
+        branches.setdefault((role, session), []).append(float(reward))
     found, followed = np.zeros(len(rewards)), set()
-    for row, (reward, role, session) in enumerate(zip(rewards, roles, sessions, strict=True)):
-        name = KEPT + role
+    for row, (role, session) in enumerate(zip(roles, sessions, strict=True)):
+        name, own = KEPT + role, branches[role, session]
         if (role, session) not in followed:
-            state[name] = decay * state.get(name, 0.0) + (1 - decay) * float(reward)
+            state[name] = decay * state.get(name, 0.0) + (1 - decay) * sum(own) / len(own)
         followed.add((role, session))
         found[row] = state[name]
     return found

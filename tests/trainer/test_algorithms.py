@@ -14,8 +14,9 @@ from pydantic import ValidationError
 from penstock.pipeline.tools.algorithms import choices
 from penstock.services.trainer.algorithm_config import AlgorithmConfig
 from penstock.services.trainer.algorithms.advantages.gpg import gpg
-from penstock.services.trainer.algorithms.compose import Algorithm, Part, Totals
+from penstock.services.trainer.algorithms.compose import Algorithm, Part
 from penstock.services.trainer.algorithms.losses.ppo_clip import ppo_clip
+from penstock.services.trainer.algorithms.totals import Totals
 from penstock.services.trainer.presets import PRESETS, contradicted
 
 NEEDS: dict[str, dict[str, Any]] = {"gdpo": {"components": {"reward/a": 1.0, "reward/b": 0.5}}}

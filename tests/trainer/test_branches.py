@@ -16,7 +16,11 @@ from penstock.protocols.experience import Group, mean_by_session, sessions_of
 from penstock.protocols.packed_groups import pack_group, unpack_group
 from penstock.services.trainer.algorithm_config import AlgorithmConfig
 from penstock.services.trainer.algorithms.compose import Algorithm
+from penstock.services.trainer.config import TrainerConfig
+from penstock.services.trainer.learner import Learner
 from tests.conftest import make_group
+from tests.trainer.rank_program import a_model
+from tests.trainer.steps import a_step, gradient
 
 WHOLE_ROWS: list[Any] = [
     "grpo", {"type": "grpo", "std": False}, "rloo", "opo", "gpg", "maxrl", "reinforce_plus_plus_baseline",
@@ -44,6 +48,34 @@ def test_a_session_cut_into_branches_has_the_advantage_that_it_had_whole(advanta
     sessions, cut = sessions[order], cut[order]
     found = algorithm.advantages(scores[sessions], cut, groups[sessions], {}, None, sessions)
     torch.testing.assert_close(found, expected[sessions, :1] * cut, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize("budget", [64, 100_000])
+def test_a_mean_over_sequences_counts_a_session_once(aggregation: str, budget: int) -> None:
+    """Or one of many branches would weigh as much as many sessions, and a group's pulls would not add up to 0."""
+    config = {
+        "algorithm": {"loss": {"type": "reinforce"}, "aggregation": aggregation},
+        "tokens_per_micro_batch": budget,
+    }
+    one, plain = (Learner(a_model(), TrainerConfig.model_validate(config), 1.0) for _ in range(2))
+    step = dataclasses.replace(a_step(0), sessions=np.array([0, 0, 0, *range(1, 10)]))
+    advantages = one._advantages(step)[0]
+    found, _ = one.accumulate(step, None, advantages)
+    total = torch.zeros(())
+    for session in range(10):
+        losses = []
+        for row in np.flatnonzero(step.sessions == session):
+            ids = torch.from_numpy(step.trajectories[row].tokens.astype(np.int64))
+            logs = plain.model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
+            mask = torch.from_numpy(step.trajectories[row].loss_mask[1:] == 1)
+            losses.append((-advantages[row, 1 : len(ids)] * logs)[mask])
+        of_session = torch.cat(losses)
+        total = total + (of_session.mean() if aggregation == "seq-mean-token-mean" else of_session.sum())
+    (total / 10).backward()
+    assert found == pytest.approx(float(total.detach()) / 10, abs=1e-5)
+    for mine, its in zip(gradient(one), gradient(plain), strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-3)
 
 
 def test_what_a_group_says_of_its_sessions_survives_packing() -> None:

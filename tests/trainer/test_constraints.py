@@ -65,6 +65,14 @@ def test_a_cost_that_is_not_known_costs_its_trajectory_alone() -> None:
     assert one.train(costly(1, 4.0))["skipped"] == 0.0
 
 
+def test_a_session_costs_what_it_does_on_average_over_its_branches() -> None:
+    step, state = costly(0, 1.0), dict[str, float]()
+    step.values["cost"][:9] = 10.0
+    step = replace(step, sessions=np.array([0] * 9 + [1, 2, 3]))
+    token_rewards(step, np.arange(12), Penalties(constraints=(ConstraintConfig.model_validate(LIMIT),)), state)
+    assert state[NAME] == pytest.approx(0.5 * np.exp(0.1 * ((10 + 3) / 4 - 3.0)))
+
+
 def test_all_learners_of_a_step_pay_the_same_and_what_lies_on_tokens_adds_up() -> None:
     penalties = Penalties(constraints=(ConstraintConfig.model_validate(LIMIT),))
     states: list[dict[str, float]] = [{}, {}]

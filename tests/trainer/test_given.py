@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.trainer.algorithm_config import AlgorithmConfig
-from penstock.services.trainer.algorithms.compose import Algorithm, Part, Totals
+from penstock.services.trainer.algorithms.compose import Algorithm, Part
+from penstock.services.trainer.algorithms.totals import Totals
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.described import describe
 from penstock.services.trainer.learner import Learner
@@ -65,14 +66,15 @@ def test_luffy_weighs_by_the_advantage_in_a_group_that_has_them_and_divides_as_t
     step, chosen = a_step(0, given=SIZE), {"advantage": {"type": "grpo", "std": False}}
     one, plain = learner(64, **chosen, given={"shape": "luffy", "compared": True, "gamma": 0.2}), learner(**chosen)
     advantage = step.rewards - np.repeat(step.rewards.reshape(-1, SIZE).mean(-1), SIZE)
-    tokens = sum(t.sampled for t in step.trajectories if not t.given)
+    tokens = sum(t.sampled for t in step.trajectories)
+    share = sum(t.sampled for t in step.trajectories if not t.given) / tokens
     term = plain_term(plain, step, lambda logs, row: -float(advantage[row]) * logs.exp() / (logs.exp() + 0.2)) / tokens
     its = torch.autograd.grad(term, list(plain.parameters.values()))
     policy = learner(**chosen, given={"compared": True, "coefficient": 0.0})
     without, found = policy.accumulate(step)[0], one.accumulate(step)[0]
-    assert found == pytest.approx(without + float(term.detach()), abs=1e-6)
+    assert found == pytest.approx(share * without + float(term.detach()), abs=1e-6)
     for mine, of_policy, of_given in zip(gradient(one), gradient(policy), its, strict=True):
-        torch.testing.assert_close(mine, of_policy + of_given, atol=1e-6, rtol=1e-3)
+        torch.testing.assert_close(mine, share * of_policy + of_given, atol=1e-6, rtol=1e-3)
 
 
 def test_golden_numbers_of_both_shapes() -> None:
@@ -80,9 +82,9 @@ def test_golden_numbers_of_both_shapes() -> None:
         torch.tensor([[-0.5, -2.0, 0.0]]), torch.zeros(1, 3), torch.tensor([[0.5, 0.5, 0.5]]),
         torch.zeros(1, 3, dtype=torch.bool), given=torch.tensor([[True, True, False]]),
     )  # fmt: skip
-    for given, expected in (({"coefficient": 2.0}, 2.5), ({"shape": "luffy", "compared": True}, -0.1791)):
+    for given, expected in (({"coefficient": 2.0}, 2.5), ({"shape": "luffy", "compared": True}, -0.1194)):
         loss, metrics = Algorithm(AlgorithmConfig.model_validate({"given": given})).loss(
-            part, Totals(4.0, 1.0, 0.0, 2.0)
+            part, Totals(4.0, 1.0, given=2.0)
         )
         assert float(loss) == pytest.approx(expected, abs=1e-4) and float(metrics["given_nll"]) == pytest.approx(1.25)
 
@@ -167,6 +169,9 @@ def test_who_is_left_alone_beside_given_answers_is_compared_with_nobody(advantag
     assert list(step.given[:SIZE]) == [False] * (SIZE - 1) + [True]
     found = learner(advantage={"type": advantage})._advantages(step)[0]
     assert not found[:SIZE].any() and found[SIZE:].any()
+    others = step.only(np.arange(SIZE, len(step.trajectories)))
+    width = max(len(t.tokens) for t in others.trajectories)
+    torch.testing.assert_close(found[SIZE:, :width], learner(advantage={"type": advantage})._advantages(others)[0])
 
 
 @pytest.mark.parametrize(

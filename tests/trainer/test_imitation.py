@@ -41,5 +41,5 @@ def test_the_term_is_the_mean_over_the_good_answers_tokens_by_plain_transformers
 def test_where_no_answer_is_good_nothing_is_imitated() -> None:
     step, plain, one = a_step(0), learner(), learner(coefficient=0.1, above=2.0)
     without, (found, metrics) = plain.accumulate(step)[0], one.accumulate(step)
-    assert found == without and metrics["imitated_nll"] == 0.0
+    assert found == without and "imitated_nll" not in metrics, "of an update without a good answer nothing is said"
     assert all(torch.equal(mine, its) for mine, its in zip(gradient(one), gradient(plain), strict=True))

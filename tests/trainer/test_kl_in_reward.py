@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,17 @@ def test_each_sampled_token_pays_for_itself() -> None:
     np.testing.assert_allclose(found.scores, found.tokens.sum(-1), atol=1e-6)
     assert found.metrics["reward_kl"] == pytest.approx(0.5, abs=1e-5)
     assert state["kl_coefficient"] == pytest.approx(0.1 * (1 + 0.2 * len(rows) / 50)), "further off than its target"
+
+
+def test_a_session_pays_for_what_all_its_branches_did() -> None:
+    """Or an agent that begins its history anew would pay for a part of it alone, on average over its branches."""
+    step = with_reference(a_step(0), 0.5)
+    step = replace(step, sessions=np.array([0, 0, 0, *range(1, 10)]))
+    found = token_rewards(step, np.arange(12), Penalties(KLConfig.model_validate(PENALTY)), {})
+    sampled = np.array([t.sampled for t in step.trajectories])
+    paid = np.array([sampled[:3].sum()] * 3 + sampled[3:].tolist())
+    np.testing.assert_allclose(found.scores, step.rewards - 0.05 * paid, atol=1e-5)
+    np.testing.assert_allclose(found.tokens.sum(-1), step.rewards - 0.05 * sampled, atol=1e-5)
 
 
 def test_the_coefficient_stays_above_0_however_large_a_step_is() -> None:

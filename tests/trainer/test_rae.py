@@ -46,7 +46,7 @@ def test_a_baseline_follows_its_own_role_however_steps_are_cut(
 
 def test_branches_of_a_session_are_one_answer() -> None:
     state: dict[str, float] = {}
-    found = running_baselines([1.0, 1.0, 1.0], ["a", "a", "b"], [0, 0, 0], 0.5, state)
+    found = running_baselines([0.0, 2.0, 1.0], ["a", "a", "b"], [0, 0, 0], 0.5, state)
     assert found.tolist() == [0.5, 0.5, 0.5] and state == {"baseline/a": 0.5, "baseline/b": 0.5}
 
 

@@ -63,3 +63,24 @@ def test_where_nothing_was_cut_off_nothing_changes_and_where_all_was_no_weight_d
     metrics = one.train(cut_step(tuple(range(12))))
     assert one.version == 1 and metrics["finished_share"] == 0.0 and np.isfinite(metrics["reward"])
     assert all(torch.equal(before[name], p) for name, p in one.parameters.items())
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"advantage": {"type": "reinforce_plus_plus"}},
+        {"advantage": {"type": "reinforce_plus_plus_baseline"}},
+        {"advantage": {"type": "grpo"}, "whiten": True},
+    ],
+)  # fmt: skip
+def test_they_have_no_part_in_what_is_whitened(chosen: dict[str, Any]) -> None:
+    """Or the longest of all, which teach nothing, would lift or lower all others."""
+    step = cut_step()
+    one = Learner(a_model(), TrainerConfig.model_validate({"algorithm": {"truncated": "mask", **chosen}}), 1.0)
+    found = one._advantages(step)[0]
+    sampled = [
+        found[row, : len(t.tokens)][torch.from_numpy(t.loss_mask == 1)] for row, t in enumerate(step.trajectories)
+        if row not in CUT
+    ]  # fmt: skip
+    values = torch.cat(sampled).double()
+    assert float(values.mean()) == pytest.approx(0.0, abs=1e-5) and float(values.std()) == pytest.approx(1.0, abs=1e-4)

@@ -13,13 +13,15 @@ def agg_loss(
     length_scale: float | None = None,
     global_tokens: float | None = None,
     global_sequences: float | None = None,
+    sequence_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reduces ``values`` over the tokens where ``mask`` is 1 (both ``[rows, length]``).
 
     token-mean: masked sum / valid tokens. seq-mean-token-sum: mean of row sums over rows with a valid token.
     seq-mean-token-mean: row means first. seq-mean-token-sum-norm: seq-mean-token-sum / ``length_scale`` (None: the
     number of columns). token-sum: masked sum. ``global_tokens`` and ``global_sequences`` replace the local counts, so
-    that the parts of a step add up to the whole whatever the micro-batches.
+    that the parts of a step add up to the whole whatever the micro-batches; ``sequence_tokens`` ``[rows]`` replaces
+    each row's, where rows are parts of sequences.
     """
     valid = mask.to(values.dtype)
     sums = (values * valid).sum(-1)
@@ -28,8 +30,8 @@ def agg_loss(
     if mode == "token-mean":
         tokens = valid.sum() if global_tokens is None else global_tokens
         return sums.sum() / tokens
-    counts = valid.sum(-1)
-    rows = (counts > 0).to(values.dtype)
+    own = valid.sum(-1)
+    rows, counts = (own > 0).to(values.dtype), own if sequence_tokens is None else sequence_tokens
     sequences = rows.sum() if global_sequences is None else global_sequences
     if mode == "seq-mean-token-mean":
         return (sums / (counts + 1e-8) * rows).sum() / sequences

@@ -23,26 +23,13 @@ from penstock.services.trainer.algorithms.corrections.rejection import rejection
 from penstock.services.trainer.algorithms.corrections.weights import SHARES, mean_terms, spread
 from penstock.services.trainer.algorithms.custom import CustomChoice, Place
 from penstock.services.trainer.algorithms.divergence import divergence
+from penstock.services.trainer.algorithms.totals import Totals
 from penstock.services.trainer.choice import Choice
 
-SUMMED = ("imitated_nll", "given_nll", "router_balance")
+SUMMED = ("imitated_nll", "given_nll", "teacher_divergence", "router_balance")
 """Metrics of which each part has its share, not a mean."""
 WEIGHT = "is_weight_"
 """What the names of a correction's metrics begin with."""
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Counts over the whole step, by which the parts' losses are divided."""
-
-    tokens: float
-    sequences: float
-    good: float = 0.0
-    """Tokens of trajectories that are imitated."""
-    given: float = 0.0
-    """Tokens that were given; `tokens` and `sequences` count what was sampled alone."""
-    given_rows: float = 0.0
-    """Sequences that were."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +52,8 @@ class Part:
     """Something is in `mask`; said here, since who looks waits for the device."""
     divergence: torch.Tensor | None = None
     """Of each token's distribution from the teachers', in nats; where the algorithm has any."""
+    tokens: torch.Tensor | None = None
+    """``[rows]``: tokens of the step in all branches of a row's session; None: those of the row."""
     balance: torch.Tensor | None = None
     """A number: the part's share of the loss that balances experts; where the algorithm has that."""
 
@@ -144,17 +133,30 @@ class Algorithm:
         columns: Mapping[str, torch.Tensor],
         tokens: torch.Tensor | None = None,
         sessions: torch.Tensor | None = None,
+        learned: torch.Tensor | None = None,
+        alone: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """An advantage a token, ``[rows, length]``, 0 where ``mask`` (bool, so shaped) is not set; from each row's
         reward, its group's number and its `group_columns`. ``tokens`` ``[rows, length]`` says where in a row its reward
         lies; None: on the last token. ``sessions`` ``[rows]``: rows with the same number are branches of one session,
-        which a built-in advantage of whole rows compares as one; None: each row is its own."""
+        which a built-in advantage of whole rows compares as one; None: each row is its own. ``learned`` bool
+        ``[rows]``: those that the policy learns from, which alone have a part in the mean and the deviation of what is
+        whitened; None: all. ``alone`` bool ``[rows]``: those that are left of a group, whose reward is compared with
+        nobody's, and says nothing; None: none is."""
         mask = mask.to(scores.dtype)
-        found = self._compared(scores, mask, groups, columns, tokens, sessions)
+        counted = mask if learned is None else mask * learned[:, None]
+        there = torch.ones(len(scores), dtype=torch.bool) if alone is None else ~alone
+        found = torch.zeros_like(mask)
+        if there.any():
+            some = {name: values[there] for name, values in columns.items()}
+            of = scores[there], mask[there], groups[there], some
+            found[there] = self._compared(*of, *(None if each is None else each[there] for each in (tokens, sessions)))
+            if self._config.advantage.whitens and learned is not None:  # once more, of those alone that count
+                found[there] = whiten(found[there], mask[there], counted[there])
         if (term := self._config.teacher_advantage) is not None:
-            found = found + term.coefficient * self.taught(columns, mask).to(found.dtype)
+            found, there = found + term.coefficient * self.taught(columns, mask).to(found.dtype), torch.ones_like(there)
         if self._config.whiten:
-            found = whiten(found, mask)
+            found[there] = whiten(found[there], mask[there], counted[there])
         bound = self._config.advantage_bound
         return found if bound is None else found.clamp(-bound, bound)
 
@@ -163,6 +165,12 @@ class Algorithm:
         assert self._config.teacher_advantage
         teachers = self._config.teacher_advantage.teachers
         return gain([columns[name] for name in teachers], list(teachers.values()), columns[SAMPLED], mask)
+
+    def teacher_kl(self, columns: Mapping[str, torch.Tensor], mask: torch.Tensor) -> float:
+        """The mean of what `taught` gives, turned, over the tokens that some teacher was asked for."""
+        assert self._config.teacher_advantage
+        asked = torch.stack([~columns[name].isnan() for name in self._config.teacher_advantage.teachers]).any(0)
+        return float(masked_mean(-self.taught(columns, mask), mask * asked))
 
     def _compared(
         self,
@@ -222,7 +230,8 @@ class Algorithm:
             loss, metrics = self._sampled_loss(part, totals, mean_weight)
         if self._imitates:
             good = _unlikely(part.log_prob, part.mask * part.columns[GOOD], totals.good)
-            loss, metrics["imitated_nll"] = loss + self._config.imitate.coefficient * good, good.detach()
+            loss = loss + self._config.imitate.coefficient * good
+            metrics |= {"imitated_nll": good.detach()} if totals.good else {}
         if part.given is not None:
             nll = _unlikely(part.log_prob, part.given, totals.given)
             loss, metrics["given_nll"] = loss + self._given_loss(part, nll, totals), nll.detach()
@@ -239,10 +248,14 @@ class Algorithm:
         assert part.given is not None
         probability = part.log_prob.exp()
         losses = -part.advantages * probability / (probability + how.gamma)
-        # As what was sampled, of which almost nothing may be left: then a few answers would weigh as a whole step's.
-        counts = max(totals.tokens, totals.given), max(totals.sequences, totals.given_rows)
-        divided = config.aggregated, config.length_scale, *counts
+        divided = config.aggregated, config.length_scale, *self._counts(totals)
         return how.coefficient * agg_loss(losses, part.given, *divided)
+
+    def _counts(self, totals: Totals) -> tuple[float, float]:
+        """Tokens and sequences that losses are divided by: LUFFY's mean is over sampled and given ones together."""
+        if self._config.given.shape == "luffy":
+            return totals.tokens + totals.given, totals.sequences + totals.given_rows
+        return totals.tokens, totals.sequences
 
     def _sampled_loss(
         self, part: Part, totals: Totals, mean_weight: float
@@ -276,8 +289,9 @@ class Algorithm:
             metrics["entropy"] = masked_mean(part.entropy.detach(), part.mask)
         if part.divergence is not None and config.distill:
             losses = losses + config.distill.coefficient * part.divergence
-            metrics["teacher_divergence"] = masked_mean(part.divergence.detach(), part.mask)
-        loss = agg_loss(losses, part.mask, config.aggregated, config.length_scale, totals.tokens, totals.sequences)
+            metrics["teacher_divergence"] = (part.divergence.detach() * part.mask).sum() / max(totals.taught, 1.0)
+        counts = *self._counts(totals), part.tokens
+        loss = agg_loss(losses, part.mask, config.aggregated, config.length_scale, *counts)
         return loss, metrics
 
     def finished(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -309,7 +323,7 @@ def _unlikely(log_prob: torch.Tensor, mask: torch.Tensor, tokens: float) -> torc
 def _over_rows(share: torch.Tensor, part: Part, totals: Totals) -> torch.Tensor:
     """``share`` of a part's rows, so that the mean over parts, weighed by their tokens, is that of the step's rows."""
     rows, tokens = part.mask.any(-1).sum(), part.mask.sum().clamp(min=1)
-    return share * rows / tokens * (totals.tokens / totals.sequences)
+    return share * rows / tokens * (totals.tokens / totals.rows)
 
 
 def _resolve(config: Choice | CustomFunction, place: Place) -> Callable[..., Any]:

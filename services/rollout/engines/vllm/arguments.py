@@ -25,6 +25,8 @@ PICTURED = {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0, "render
 """Of an engine that is shown pictures."""
 WITHOUT_MODEL = ("ngram", "[ngram]", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
 """Ways to draft tokens, of vLLM's ``speculative_config``, for which no weights are loaded."""
+TIES = 16
+"""Of tokens that are as likely as the last of the likeliest, so many are looked for where all may be drawn."""
 LOGPROBS = 20
 """vLLM's own bound."""
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -57,6 +59,14 @@ def lora_request() -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("penstock", ADAPTER, "the weight channel")
+
+
+def looked_at(top_k: int, vocabulary: int) -> int:
+    """How many of the likeliest tokens are asked for of one that was drawn from ``top_k``: on a CPU vLLM draws from
+    whatever ties with the last of these, too (its GPUs' kernel does not)."""
+    from vllm.platforms import current_platform
+
+    return min(top_k + TIES * current_platform.is_cpu(), vocabulary)
 
 
 def engine_arguments(
@@ -110,7 +120,7 @@ def engine_arguments(
         "worker_extension_cls": EXTENSION,
         "load_format": "dummy",  # version 0 comes by the weight channel like any other
         "generation_config": "vllm",
-        "max_logprobs": max(LOGPROBS, top_k),
+        "max_logprobs": max(LOGPROBS, top_k + TIES),
         "trust_remote_code": own_code.trusted(),
         "language_model_only": not shown,  # where no picture comes, nothing is kept for one
         # vLLM would keep the processor's mean and deviation among its weights, where dummies take their place; and its

@@ -31,7 +31,7 @@ from penstock.services.rollout.engines.base import (
     refuse_partial,
 )
 from penstock.services.rollout.engines.torch import native
-from penstock.services.rollout.engines.vllm.arguments import engine_arguments, environment, lora_request
+from penstock.services.rollout.engines.vllm.arguments import engine_arguments, environment, looked_at, lora_request
 from penstock.services.rollout.engines.vllm.cause import Said
 from penstock.services.rollout.engines.vllm.prompts import BLIND, check_shown, shown_prompt
 from penstock.services.rollout.engines.vllm.results import as_recorded, completion_of
@@ -265,7 +265,7 @@ class VllmEngine(AsyncEngine):
                 stop=list(sampling.stop) or None,
                 stop_token_ids=sorted({*self._stop_ids, *request.stop_ids}),
                 ignore_eos=True,  # the stop ids are ours alone
-                logprobs=sampling.top_k if sampling.candidates else 0,
+                logprobs=looked_at(sampling.top_k, self._vocabulary) if sampling.candidates else 0,
                 flat_logprobs=True,
                 detokenize=bool(sampling.stop),
                 output_kind=RequestOutputKind.FINAL_ONLY,
