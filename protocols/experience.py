@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Strict, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator, model_validator
 from pydantic_core import core_schema
 
 from penstock.protocols import routing as routes
@@ -29,8 +29,9 @@ ALONE = -1
 
 PICTURE = "<image>"
 """Stands in a prompt's words where it shows a picture."""
-FLOAT32_MAX = 3.4e38
-"""No reward is larger."""
+MOST_REWARD = 1e12
+"""No reward is larger, nor what else a function gives: one would drown all others of its step, and the square of a
+gradient that it makes is soon no float32 any more."""
 
 
 class ExperienceError(ValueError):
@@ -331,20 +332,24 @@ def mean_by_session(values: np.ndarray, sessions: np.ndarray) -> np.ndarray:
     return np.where(counts > 0, totals / np.maximum(counts, 1), np.nan)
 
 
+Count = Annotated[int, Field(ge=-1, lt=1 << 53)]
+"""What is added up, and kept."""
+
+
 class GroupSummary(BaseModel):
     """What may be known of a group without decoding it. Whoever decodes it compares."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    trajectories: int
-    tokens: int
+    trajectories: Count
+    tokens: Count
     """Of all trajectories together, prompts included."""
-    sampled: int
+    sampled: Count
     """Tokens that the policy sampled, or was given."""
-    given: int = 0
+    given: Count = 0
     """Of these, the ones that it was given."""
-    oldest: int
+    oldest: Count
     """The lowest version among them; -1 where there are none."""
-    newest: int
+    newest: Count
     """The highest."""
 
 

@@ -25,6 +25,10 @@ TURN_BYTES = 256 << 20
 """Received at once: all of a turn is made durable in one write, and Redis takes a gigabyte."""
 MOST_REASON = 2000
 """Characters of a refusal, which may quote what was refused."""
+MOST_GUESTS = 4096
+"""More than speak in one turn: who is forgotten is known again as he speaks."""
+REFUSED_S = 0.2
+"""Refused messages are told of no more often."""
 TELL_S = 10.0
 """Who is refused at the door is told of no more often."""
 _HANDSHAKE_FAILED = (
@@ -83,9 +87,9 @@ class RouterServer:
         """In all messages so far."""
         self.strangers = 0
         """Connections refused so far for want of a key."""
-        self._told_at = -math.inf
+        self._told_at = self._refused_at = -math.inf
         self.guests: dict[str, str] = {}
-        """Identity to public key of those who came in as guests."""
+        """Identity to public key of the last `MOST_GUESTS` who came in as guests."""
         self._run_key = keys.client_public if keys else None
         self._outgoing: list[tuple[str, list[bytes | memoryview]]] = []
 
@@ -113,7 +117,10 @@ class RouterServer:
             identity = sender.bytes.decode("latin-1").removesuffix(BESIDE)  # any bytes, and back without loss
             request_id = 0
             if self._run_key and (public := sender.get("User-Id")) != self._run_key:
+                self.guests.pop(identity, None)
                 self.guests[identity] = str(public)
+                if len(self.guests) > MOST_GUESTS:
+                    del self.guests[next(iter(self.guests))]
             try:
                 envelope = wire.decode([part.buffer for part in parts])
                 request_id = envelope.id
@@ -136,7 +143,9 @@ class RouterServer:
         """In the peer's own protocol, which it can read; a refusal has looked the same in all of them."""
         self.refused += 1
         refusal = Refused(code="bad_message", reason=reason_of(error))
-        log.warning("a message was refused", sender=identity[:80], error=refusal.reason)
+        if time.monotonic() - self._refused_at > REFUSED_S:  # or who says nonsense could fill the disk with it
+            self._refused_at = time.monotonic()
+            log.warning("a message was refused", sender=identity[:80], error=refusal.reason, refused=self.refused)
         self._outgoing.append((identity, wire.encode(to_envelope(refusal, reply_to=reply_to), protocol)))
 
     def flush(self) -> None:

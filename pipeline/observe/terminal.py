@@ -20,6 +20,7 @@ from rich.text import Text
 
 from penstock.pipeline.observe.pace import Pace, clock
 from penstock.pipeline.report.findings import other_store
+from penstock.services.runtime.plain import plain
 
 log = structlog.get_logger()
 
@@ -128,7 +129,7 @@ class View:
             (f"{phase}: {trained}" if state["steps"] else f"{phase.partition(' ')[0]}: ")
             + f"{answered}{_tokens_per_s(state):,.0f} tok/s  restarts {restarts}"
             + "".join(f"  {words}" for words in _failing(state))
-            + (f"  stall: {state['stall']}" if state["stall"] else "")
+            + (f"  stall: {plain(state['stall'])}" if state["stall"] else "")
         )
 
     def render(self, state: dict[str, Any], restarts: int) -> Panel:
@@ -175,13 +176,13 @@ class View:
             rate = f"{member['tokens_per_s']:,.0f} tok/s" if member.get("tokens_per_s") else ""
             version = str(member["version"]) if member["version"] >= 0 else "-"
             pause = f"{member['pause_s'] * 1000:.1f} ms" if member.get("pause_s") is not None else ""
-            actors.add_row(Text(name), health, version, pause, busy, rate)
+            actors.add_row(Text(plain(name)), health, version, pause, busy, rate)
         for words in _failing(state):
             facts.add_row(Text("failing", style="yellow"), Text(words, "yellow"))
         if state["stall"]:
-            facts.add_row(Text("stall", style="red"), Text(state["stall"], "red"))
+            facts.add_row(Text("stall", style="red"), Text(plain(state["stall"]), "red"))
         for name, silent_s in state["lost"].items():
-            actors.add_row(Text(name), Text(f"lost: silent for {silent_s:.0f} s", "red"), "-", "", "", "")
+            actors.add_row(Text(plain(name)), Text(f"lost: silent for {silent_s:.0f} s", "red"), "-", "", "", "")
         title = f"{self._title}  ·  version {max(0, state['version'])}  ·  restarts {restarts}"
         return Panel(Group(self._progress, facts, actors), title=Text(title), title_align="left")
 
@@ -197,7 +198,8 @@ def _failing(state: dict[str, Any]) -> list[str]:
     rewards = [f"{said['source']}: {said['words']}" for said in state["rewards"].values() if said["failed"]]
     rewards += other_store(state)
     rewards += [f"{learner}.checkpoint.then: {words}" for learner, words in state.get("then_failed", {}).items()]
-    return rewards + [f"tracker {name}: {words}" for name, words in state.get("trackers", {}).items()]
+    rewards += [f"tracker {name}: {words}" for name, words in state.get("trackers", {}).items()]
+    return list(map(plain, rewards))
 
 
 def learned(metrics: dict[str, Any]) -> tuple[str, str]:

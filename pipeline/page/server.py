@@ -17,10 +17,10 @@ GROUPS = 512
 """What a live page has: half of them of the newest steps, the others from end to end."""
 
 
-def make_app(folders: Sequence[Path]) -> Any:
+def make_app(folders: Sequence[Path], loopback: bool = False) -> Any:
     """The page at ``/``; what is new at ``/runs/N?run=ID&metrics=BYTES&loads=BYTES&beats=SEEN``, and groups at
     ``/runs/N/groups?run=ID``. A page that is open since another server was here asks for another ID, and is told so
-    (409)."""
+    (409). ``loopback``: nobody else is meant to read it."""
     try:
         from fastapi import FastAPI, HTTPException, Response
         from fastapi.responses import HTMLResponse
@@ -28,6 +28,10 @@ def make_app(folders: Sequence[Path]) -> Any:
         raise ConfigError(f"penstock page: fastapi is not installed; run: {install('agents')}") from error
     app = FastAPI(title="Penstock page", docs_url=None, redoc_url=None, openapi_url=None)
 
+    if loopback:
+        from penstock.services.runtime.own_host import OwnHost
+
+        app.add_middleware(OwnHost)
     files = [RunFiles(folder, name) for folder, name in zip(folders, names(folders), strict=True)]
 
     def answer(number: int, asked: str, read: Callable[[RunFiles], Any]) -> Any:

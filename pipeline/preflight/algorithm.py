@@ -59,7 +59,8 @@ def _try(config: Config, own: list[str]) -> None:
     import torch
 
     from penstock.services.modeling.load import device_of
-    from penstock.services.trainer.algorithms.compose import Algorithm, Totals
+    from penstock.services.trainer.algorithms.compose import Algorithm
+    from penstock.services.trainer.algorithms.totals import Totals
 
     chosen = config.trainer.algorithm
     algorithm = Algorithm(chosen)

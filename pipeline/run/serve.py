@@ -58,6 +58,7 @@ def serve(
             _end_store(config, store or config.store.url or "")
         return 0
     place = crashes.Place()
+    raise_file_limit()
     try:
         if kind == "broker":
             return _serve_broker(config, context, store, supervised, ready_fd, place)
@@ -209,7 +210,6 @@ def _broker_settings(config: Config, context: ActorContext) -> BrokerSettings:
     if not keys.is_loopback(bound.bind):
         keys.make(folder)
         log.info("keys", client=str(client))
-    raise_file_limit()
     return BrokerSettings(
         run=context.run,
         folder=context.folder,

@@ -137,8 +137,8 @@ class Supervisor:
         """The broker has lost ``name``, which it last heard so many seconds ago: where that was the process that lives,
         it does not work, and a new one takes its place. One that is still starting was not heard yet."""
         for child in self.children:
-            age_s = time.monotonic() - child.started_at
-            if child.name == name and child.alive and child.process and age_s > max(WEDGED_S, silent_s):
+            age_s, own = time.monotonic() - child.started_at, child.name == name and not child.foreign
+            if own and child.alive and child.process and age_s > max(WEDGED_S, silent_s):
                 log.warning("ending a wedged process", child=name, pid=child.process.pid, silent_s=round(silent_s))
                 child.process.kill()
                 child.wedged = True

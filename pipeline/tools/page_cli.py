@@ -13,6 +13,7 @@ from penstock.pipeline.run.folder import named
 from penstock.pipeline.run.summary import check_run
 from penstock.pipeline.tools.arguments import warn
 from penstock.pipeline.tools.output import output
+from penstock.protocols.keys import is_loopback
 from penstock.protocols.mailbox import AddressError
 from penstock.services.gateway.ports import address, listen
 
@@ -57,7 +58,7 @@ def page(
         return
     from penstock.pipeline.page.server import make_app, serve
 
-    app = make_app(runs)
+    app = make_app(runs, loopback=is_loopback(f"tcp://{address(host, port)}"))
     try:
         listening = listen("--host, --port", host, port)
     except AddressError as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import FiniteFloat
+
 from penstock.protocols.experience import Purpose
 from penstock.protocols.messages.base import Message
 
@@ -39,7 +41,7 @@ class Welcome(Message):
 class Heartbeat(Message):
     """actor → broker, unasked: alive, with gauges for the dashboard."""
 
-    gauges: dict[str, float] = {}
+    gauges: dict[str, FiniteFloat] = {}
     holding: Holding = {}
     """Groups that it works on: their leases and offers are renewed, others expire."""
 

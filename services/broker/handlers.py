@@ -27,6 +27,9 @@ from penstock.services.broker.store import StoreError
 
 log = structlog.get_logger()
 
+MOST_COUNTED = 1 << 53
+"""What is more is no count."""
+
 
 class Handlers:
     """One for each message; answers leave with the turn."""
@@ -300,11 +303,12 @@ class Handlers:
         now = progress.trained_until = clock.now()
         state.traces.trained(step)
         progress.totals["trained"] += len(step.groups)
-        progress.totals["trained_tokens"] += int(metrics.get("tokens", 0))
-        progress.totals["tokens_lagging"] += int(metrics.get("tokens_lagging", 0))
-        progress.totals["steps_skipped"] += int(metrics.get("skipped", 0))
-        progress.totals["groups_without_variance"] += int(metrics.get("groups_without_variance", 0))
-        progress.totals["lag_max"] = max(progress.totals["lag_max"], int(metrics.get("lag_max", 0)))
+        counts = {name: int(value) for name, value in metrics.items() if abs(value) < MOST_COUNTED}  # and not NaN
+        progress.totals["trained_tokens"] += counts.get("tokens", 0)
+        progress.totals["tokens_lagging"] += counts.get("tokens_lagging", 0)
+        progress.totals["steps_skipped"] += counts.get("skipped", 0)
+        progress.totals["groups_without_variance"] += counts.get("groups_without_variance", 0)
+        progress.totals["lag_max"] = max(progress.totals["lag_max"], counts.get("lag_max", 0))
         progress.last_metrics = metrics
         row = {
             "step": commit.step,

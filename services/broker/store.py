@@ -37,8 +37,10 @@ FIRST_S = 45.0
 """A store that has never answered is waited for so long at most: its address may be wrong."""
 
 DEMOTED = (redis.ReadOnlyError, MasterDownError, TryAgainError)
-AWAY = (redis.ConnectionError, redis.TimeoutError, *DEMOTED)
-"""What a store says that is not there, or that gives its place to another server just now."""
+AWAY = (redis.ConnectionError, redis.TimeoutError, redis.OutOfMemoryError, *DEMOTED)
+"""What a store says that is not there, or that gives its place to another server just now, or has no room."""
+WAITED_FOR = ("NOREPLICAS", "MISCONF")
+"""What a refusal begins with that somebody may mend meanwhile: replicas are missing, or its disk takes nothing."""
 
 
 class StoreError(SetupError):
@@ -201,7 +203,7 @@ class Store:
             except redis.AuthenticationError:
                 raise StoreError(f"store.url: {self._where} refused the credentials") from None
             except redis.RedisError as error:
-                if not isinstance(error, AWAY) and not str(error).startswith("NOREPLICAS"):
+                if not isinstance(error, AWAY) and not str(error).startswith(WAITED_FOR):
                     large = "; a group is larger than it takes: CONFIG SET proto-max-bulk-len 1gb, and go on"
                     raise StoreError(f"store at {self._where}: {error}{large * ('bulk' in str(error))}") from None
                 if not isinstance(error, redis.ConnectionError | redis.TimeoutError):
@@ -226,6 +228,12 @@ class Store:
 
     def _away(self, error: Exception) -> str:
         said = f"at {self._where} ({type(error).__name__}); waited {self._retry_s:g} s (store.retry_s)"
+        if isinstance(error, redis.OutOfMemoryError) or str(error).startswith("MISCONF"):
+            return (
+                f"store.url: the Redis has no room {said}: {error}. Raise its maxmemory, or free its disk; a run keeps "
+                "less in it with a smaller gate.prefetch or checkpoint.every. What was acknowledged is kept: go on "
+                "with --resume"
+            )
         if not isinstance(error, redis.ConnectionError | redis.TimeoutError):
             return (
                 f"store.url: the Redis takes no writes {said}: {error}. It is a replica, or lacks its own; give the "

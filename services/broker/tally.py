@@ -10,6 +10,8 @@ from typing import Any
 from penstock.services.runtime.plain import plain
 
 KINDS = 8
+MOST_KEPT = 2000
+"""Characters of what the last failure said."""
 """Kinds of failures that are told apart; what is rarer is counted as other."""
 
 
@@ -37,7 +39,7 @@ class Tally:
             kind = _kind(error)
             kind = kind if kind in self.kinds or len(self.kinds) < KINDS else "other"
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
-            self.last = error
+            self.last = error[:MOST_KEPT]
 
     def row(self) -> dict[str, Any]:
         """As it is written down."""

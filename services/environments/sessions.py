@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.protocols.experience import FLOAT32_MAX, PICTURE, Prompt
+from penstock.protocols.experience import MOST_REWARD, PICTURE, Prompt
 from penstock.protocols.measured import fault
 from penstock.protocols.turn import Turn
 from penstock.protocols.wire import WireError, check
@@ -132,8 +132,8 @@ def _number(reward: Any, call: str = "step") -> float:
         found = float(reward)
     except (TypeError, ValueError):
         raise ValueError(f"{call} gave the reward {reward!r}, which is no number") from None
-    if not math.isfinite(found) or abs(found) > FLOAT32_MAX:
-        raise ValueError(f"{call} gave the reward {found}")
+    if not math.isfinite(found) or abs(found) > MOST_REWARD:
+        raise ValueError(f"{call} gave the reward {found}" + f", beyond {MOST_REWARD:g}" * math.isfinite(found))
     return found
 
 

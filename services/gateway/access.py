@@ -158,7 +158,12 @@ class Access:
 
     def _look(self) -> None:
         found = {}
-        for file in sorted(self._folder.glob("*.json")):
+        try:
+            files = sorted(self._folder.glob("*.json"))
+        except OSError as error:  # a network file system's bad moment, or no file may be opened any more
+            log.warning("the folder of keys cannot be read: those that are known stay so", error=str(error))
+            return
+        for file in files:
             try:
                 key = NamedKey.model_validate_json(file.read_text())
             except FileNotFoundError:

@@ -30,6 +30,10 @@ class GatewayConfig(Section):
     lost_s: float = Field(30.0, gt=0)
     """Seconds without a heartbeat from its `AgentClient` after which a session is given to another; what speaks HTTP
     alone has none."""
+    session_s: float | None = Field(3600.0, gt=0)
+    """Seconds without a turn, since the last one or the beginning, after which a session is given to another whatever
+    its agent says meanwhile, e.g. ``7200`` where tools take long: one that hangs would hold its group, and the run, for
+    ever. null: none."""
     attempts: int = Field(3, ge=1)
     """How often a session is given out; then its trajectory has no reward."""
     turn_s: float = Field(600.0, gt=0)

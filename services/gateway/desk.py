@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from penstock.services.gateway.access import WHO, Visitor
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.errors import LEAVING, LOST, AgentError
 from penstock.services.gateway.formats import Forms
+from penstock.services.gateway.fruitless import PEER, Fruitless
 from penstock.services.gateway.measured import said_at_the_end, turn_rewards
 from penstock.services.gateway.policy import Policy, told
 from penstock.services.gateway.questions import ONCE, Ask, Asking, EndedError
@@ -76,7 +78,7 @@ class Desk:
         self._held: dict[str, Held] = {}
         self._opening = Counter[str]()
         """By the key's name: sessions that are about to be held."""
-        self._ended = Ended()
+        self._ended, self._fruitless = Ended(), Fruitless()
         self._more = asyncio.Event()
         self._times = TurnTimes()
         self._settled_at = time.monotonic() + SETTLING_S
@@ -158,6 +160,7 @@ class Desk:
     async def _open(self, deadline: float, beats: bool, who: Visitor) -> Held:
         while True:
             who.check_sessions(self._opening[who.name] + sum(h.owner == who.name for h in self._held.values()))
+            await self._fruitless.wait(PEER.get(), deadline, lambda: bool(self.over))
             while self._free:
                 work, session = self._free.popleft()
                 if self._works.get(work.key) is not work:
@@ -183,10 +186,8 @@ class Desk:
             if left <= 0:
                 raise AgentError(503, "no_session", "no task is free now; ask again", 1.0)
             self._more.clear()
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._more.wait(), left)
-            except TimeoutError:
-                pass
 
     async def untaken(self, held: Held) -> None:
         """Its agent had gone before it heard of the session: it is free again, and has lost no life."""
@@ -326,12 +327,14 @@ class Desk:
             full = f"gateway.waiting={self.config.waiting} turns are waiting for the policy; ask again"
             raise AgentError(429, "busy", full, BUSY_S)
         WHO.get().take_turn()
+        self._fruitless.had_turn(PEER.get())
 
     async def abandon(self, held: Held, reason: str) -> None:
         """The agent gives up, or is gone: another gets it, or it has failed. One that has ended meanwhile stays so."""
         async with held.alone():
             if self._held.get(held.id) is not held:
                 return
+            self._fruitless.gave_up(PEER.get(), bool(held.session.turns))
             given_out = held.life + 1 - held.session.spared
             if held.taken and given_out >= self.config.attempts:
                 failure = f"given out {given_out} times (gateway.attempts): {reason}"

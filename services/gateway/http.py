@@ -14,7 +14,7 @@ from fastapi.security import APIKeyHeader, HTTPBearer
 from pydantic import ConfigDict, Field
 from starlette.exceptions import HTTPException
 
-from penstock.protocols.experience import FLOAT32_MAX, Branches
+from penstock.protocols.experience import MOST_REWARD, Branches
 from penstock.protocols.messages.agents import MOST_WAIT_S
 from penstock.services.gateway.access import WHO, Access
 from penstock.services.gateway.address import in_path, let_in, shown_in
@@ -23,12 +23,14 @@ from penstock.services.gateway.asking import Body, Listed
 from penstock.services.gateway.bodies import Bodies, largest_body
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.errors import REFUSALS, AgentError, what_is_wrong
+from penstock.services.gateway.fruitless import PEER
 from penstock.services.gateway.model_routes import model_routes
 from penstock.services.gateway.openai_routes import openai_routes
 from penstock.services.gateway.pictures import data_url
 from penstock.services.gateway.questions import Asking
 from penstock.services.gateway.waiting import heard
 from penstock.services.gateway.work import Held
+from penstock.services.runtime.own_host import OwnHost, host_in
 
 log = structlog.get_logger()
 
@@ -44,7 +46,7 @@ class Wanted(Body):
     """How long to wait for a task."""
 
 
-Reward = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]
+Reward = Annotated[float, Field(ge=-MOST_REWARD, le=MOST_REWARD)]
 
 
 class Rewarded(Body):
@@ -117,6 +119,8 @@ def make_app(desk: Desk, model: str, access: Access) -> FastAPI:
     app.add_exception_handler(Exception, _failed)
     largest = largest_body(desk.max_length, desk.config.pictures)
     app.add_middleware(Bodies, access=access, largest=largest, find=desk.find)
+    if not access.required:
+        app.add_middleware(OwnHost, names=frozenset({host_in(desk.config.advertise or "")}))
     app.include_router(_session_routes(desk))
     for routes in (model_routes(desk, model), openai_routes(desk, model), anthropic_routes(desk, model)):
         app.include_router(routes, prefix="/s/{session}", dependencies=[Depends(in_path)])
@@ -128,6 +132,7 @@ def _allowed(access: Access) -> Callable[..., Awaitable[None]]:
     async def allowed(request: Request) -> None:
         who, request.state.session = let_in(access, shown_in(request.headers))
         WHO.set(who)
+        PEER.set(f"http {who.name} {request.client.host if request.client else ''}")
 
     return allowed
 

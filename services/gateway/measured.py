@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.protocols.experience import FLOAT32_MAX
+from penstock.protocols.experience import MOST_REWARD
 from penstock.protocols.measured import fault
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.turn_names import turn_called
@@ -17,8 +17,9 @@ def checked_reward(reward: float | None, needed: bool) -> float:
     """As it is kept; 0 where the reward functions say it, unless it is ``needed``. Raises `AgentError`."""
     if reward is None and needed:
         raise AgentError(422, "no_reward", "reward: this task has no other reward than what agents say; give one")
-    if reward is not None and not abs(reward) <= FLOAT32_MAX:
-        raise AgentError(422, "invalid_request", f"reward: {reward} is no finite number")
+    if reward is not None and not abs(reward) <= MOST_REWARD:
+        why = f"{reward} is no number between {-MOST_REWARD:g} and {MOST_REWARD:g}"
+        raise AgentError(422, "invalid_request", f"reward: {why}")
     return reward or 0.0
 
 
@@ -35,8 +36,9 @@ def turn_rewards(held: Held, said: Mapping[Any, float], read: bool, beside: floa
     found = {turn.number: turn.reward for turn in held.session.turns.values() if turn.reward is not None}
     for name, reward in said.items():
         found[turn_called(name, held.id, held.session).number] = checked_reward(reward, needed=True)
-    if not (total := sum(map(abs, [beside, *found.values()]))) <= FLOAT32_MAX:  # nor may sums of some of them
-        raise AgentError(422, "invalid_request", f"reward: the session's add up to {total:g}, no finite float32")
+    if not (total := sum(map(abs, [beside, *found.values()]))) <= MOST_REWARD:  # nor may sums of some of them
+        why = f"the session's add up to {total:g}, more than {MOST_REWARD:g}"
+        raise AgentError(422, "invalid_request", f"reward: {why}")
     return found
 
 

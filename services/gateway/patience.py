@@ -1,4 +1,4 @@
-"""Who opens a connection and does not say what it wants is not waited for."""
+"""Who opens a connection and does not say what it wants, or does not read what it is told, is not waited for."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ HEADERS_S = 20.0
 """For the headers of a request, from the connection's begin or from the first bytes behind the request before."""
 
 
+UNREAD_S = 60.0
+"""For an agent to read any of an answer that is larger than what lies ready for it."""
+
+
 class ImpatientProtocol(H11Protocol):
     """Uvicorn's, which by itself waits for headers without end."""
 
-    headers_s = HEADERS_S
+    headers_s, unread_s = HEADERS_S, UNREAD_S
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A connection begins."""
         super().connection_made(transport)
         self._reading: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
         self._wait()
 
     def data_received(self, data: bytes) -> None:
@@ -37,7 +42,23 @@ class ImpatientProtocol(H11Protocol):
         """It has ended."""
         if self._reading:
             self._reading.cancel()
+        self._stop_unread()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The agent does not read what it is told."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.unread_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It does."""
+        super().resume_writing()
+        self._stop_unread()
+
+    def _stop_unread(self) -> None:
+        if self._unread:
+            self._unread.cancel()
+            self._unread = None
 
     def _wait(self) -> None:
         cycle = cast(Any, self.cycle)

@@ -68,6 +68,8 @@ class Held:
     """When its agent last asked for something; and when the client that has it was last heard, None where nobody has
     said that he would be."""
     heard: float | None = None
+    turned: float = field(default_factory=time.monotonic)
+    """When it began, or its last turn ended."""
     taken: bool = True
     """Its agent may know of it. A client that says that it is alive says so of each session that it has."""
     questions: Questions = field(default_factory=Questions)
@@ -87,7 +89,7 @@ class Held:
 
     def note(self, task: asyncio.Task[Turn]) -> None:
         """A question has its answer, or never will."""
-        self.touched = time.monotonic()
+        self.touched = self.turned = time.monotonic()
         if not task.cancelled() and (error := task.exception()):
             self.error = str(error)
 
@@ -97,6 +99,8 @@ class Held:
         now = time.monotonic()
         if self._saying.locked():
             return ""
+        if config.session_s and self.turned < now - config.session_s and not self.questions.pending:
+            return f"its agent asked for no turn for gateway.session_s={config.session_s:g} s"
         if self.heard is not None:
             silent = f"nothing was heard of its client for gateway.lost_s={config.lost_s:g} s"
             return silent if self.heard < now - config.lost_s else ""
@@ -106,9 +110,11 @@ class Held:
 
     def given_on_s(self, config: GatewayConfig) -> float | None:
         """Seconds until another is to have it, if nothing more is heard; None: never, as its agent waits for us."""
-        if self.heard is not None:
-            return self.heard + config.lost_s - time.monotonic()
-        return None if self.questions.pending else self.touched + config.idle_s - time.monotonic()
+        ends = [self.heard + config.lost_s] if self.heard is not None else []
+        if not self.questions.pending:
+            ends += [self.touched + config.idle_s] if self.heard is None else []
+            ends += [self.turned + config.session_s] if config.session_s else []
+        return min(ends) - time.monotonic() if ends else None
 
     def row(self, config: GatewayConfig) -> dict[str, Any]:
         """For people."""

@@ -23,6 +23,7 @@ from penstock.services.gateway.bodies import HELD, LARGEST_SHOWN
 from penstock.services.gateway.chat import ChatRequest
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.errors import LEAVING, AgentError, what_is_wrong
+from penstock.services.gateway.fruitless import PEER
 from penstock.services.gateway.http import Tokens
 from penstock.services.gateway.questions import Asking
 from penstock.services.gateway.session import Turn
@@ -128,6 +129,7 @@ class ZmqDoor:
     async def _answer(self, request: Request, message: m.Message) -> None:
         try:
             WHO.set(self._who(request[2]))
+            PEER.set(f"zmq {request[0]}")
             answer = await self._do(message, request[0])
         except AgentError as error:
             if error.code == LEAVING:  # not heard, it is asked of the next one

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
-from penstock.protocols.experience import FLOAT32_MAX, Prompt
+from penstock.protocols.experience import MOST_REWARD, Prompt
 from penstock.services.reward.groups import OF_GROUP
 from penstock.services.reward.other_forms import (
     FOR_LISTS,
@@ -121,8 +121,8 @@ def _number(value: Any) -> float:
         raise ValueError(f"{type(value).__name__}, not a number") from None
     except OverflowError:
         raise ValueError(f"{type(value).__name__} that no float holds") from None
-    if not math.isfinite(found) or abs(found) > FLOAT32_MAX:
-        raise ValueError(str(found))
+    if not math.isfinite(found) or abs(found) > MOST_REWARD:
+        raise ValueError(f"{found}" + f", beyond {MOST_REWARD:g}" * math.isfinite(found))
     return found
 
 

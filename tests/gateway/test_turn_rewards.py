@@ -167,7 +167,7 @@ def refusals(path: str, other: str) -> Iterator[tuple[str, dict[str, Any] | str,
     for turn in (7, "resp_train-0-0-0-7", f"chatcmpl-{other}-0", "0x", "", "٣", "9" * 200):
         yield f"{path}/reward", {"reward": 1, "turn": turn}, unknown
         yield f"{path}/finish", {"reward": 1, "turn_rewards": {str(turn): 1}}, unknown
-    for number in ("NaN", "Infinity", "-1e39", '"1"x', "null"):
+    for number in ("NaN", "Infinity", "-1e13", '"1"x', "null"):
         yield f"{path}/reward", f'{{"reward": {number}}}', invalid
     yield f"{path}/finish", {"reward": 1, "branches": "both"}, invalid
     yield f"{path}/finish", '{"turn_rewards": {"0": NaN}}', invalid
@@ -189,8 +189,8 @@ def test_what_cannot_be_a_turns_reward_is_refused_and_changes_nothing(house: Hou
                 content = {"json": said} if isinstance(said, dict) else {"content": said}
                 told = await http.post(where, headers={"content-type": "application/json"}, **content)
                 assert (told.status_code, told.json()["error"]["code"]) == (status, code), (where, said, told.text)
-            large = await http.post(f"{path}/finish", json={"reward": 3.3e38, "turn_rewards": {"0": -3.3e38}})
-            assert large.status_code == 422 and "6.6e+38" in large.text
+            large = await http.post(f"{path}/finish", json={"reward": 9e11, "turn_rewards": {"0": -9e11}})
+            assert large.status_code == 422 and "1.8e+12" in large.text
             assert (await http.post(f"{path}/finish", json={"reward": 1.0})).status_code == 200
             late = await http.post(f"{path}/reward", json={"reward": 2})
             assert (late.status_code, late.json()["error"]["code"]) == (409, "session_ended")
@@ -209,10 +209,10 @@ def test_over_zeromq_a_turn_is_rewarded_too(house: House) -> None:
                 await session.reward(reward, turn=first.turn)
             with pytest.raises(AgentRefusedError, match="is no answer of"):
                 await session.reward(1.0, turn="chatcmpl-elsewhere-0")
-            for number in (float("nan"), float("inf"), 1e39):
-                with pytest.raises(AgentRefusedError, match="no finite number"):
+            for number in (float("nan"), float("inf"), 1e13):
+                with pytest.raises(AgentRefusedError, match="no number between"):
                     await session.reward(number)
-                with pytest.raises(AgentRefusedError, match="no finite number"):
+                with pytest.raises(AgentRefusedError, match="no number between"):
                     await session.finish(turn_rewards={0: number})
             worth = {second.turn: 0.0, f"msg_{session.id}-1": 0.125}
             await session.finish(turn_rewards=worth, truncated=True, branches="own")
