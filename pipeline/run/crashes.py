@@ -21,8 +21,8 @@ PEERS = re.compile(
     re.IGNORECASE,
 )
 """What libraries say of another process that is gone or silent."""
-PASSING = re.compile(r"free memory on device", re.IGNORECASE)
-"""What a library says while somebody who has just died still has what it wants."""
+PASSING = re.compile(r"free memory on device|error in memory profiling", re.IGNORECASE)
+"""What a library says while somebody who has just died, or is about to begin, changes what is free."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 

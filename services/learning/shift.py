@@ -9,6 +9,7 @@ from pathlib import Path
 from penstock.services.learning.model_learner import ModelLearner
 from penstock.services.modeling.parallel.world import Order, World
 from penstock.services.runtime import health
+from penstock.services.runtime.device_room import DeviceRoom
 from penstock.services.runtime.device_turn import TURNS, LearnersTurn, devices_here
 from penstock.services.weights.sender.rank_sender import RankSender
 
@@ -28,6 +29,7 @@ class Shift:
         devices = devices_here(device)
         mine = devices[place] if len(devices) > 1 else devices[0]
         self._turn = LearnersTurn(folder / TURNS, mine, world.named(kind), patience_s, not world.rank, opens)
+        self._room = DeviceRoom(mine)
         self.resting = False
         """The devices are others'."""
 
@@ -94,6 +96,7 @@ class Shift:
 
     def _begin(self, learner: ModelLearner | None, sender: RankSender | None) -> None:
         """Once all ranks have taken their devices."""
+        self._room.wait(health.beat)
         self._world.meet(self._patience_s)
         if learner:
             learner.wake()

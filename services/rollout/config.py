@@ -40,7 +40,7 @@ class VllmEngineConfig(Section):
     """What happens to the KV of requests in flight when the weights change: kept as it is, or recomputed under the new
     weights."""
     seeded: bool = True
-    """Sampling is keyed by seed, group and sample. false: by vLLM's own stream, which is faster on GPUs."""
+    """Sampling is keyed by seed, group and sample. false: by vLLM's own stream."""
     adapter: Literal["merged", "beside"] = "merged"
     """What is done with versions that are an adapter alone (`trainer.lora.publish`): vLLM's workers merge it with the
     model; or it lies ``beside`` that, as vLLM's own LoRA: a version is loaded at once, and each token takes longer."""

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from importlib.metadata import entry_points
@@ -106,7 +106,7 @@ class Rollout:
         self.engine = make_engine(
             config, model_path, dtype, self._text, turn is not None, adapter_rank, head_dtype, pictures, towers_learn
         )
-        self._guest = _as_guest(turn, self.engine) if turn else None
+        self._guest = _as_guest(turn, self.engine, lambda: bool(self._prepared)) if turn else None
         self._receiver = None if config.without_engine else self._make_receiver(weights, context, base)
         self._maker, self._turns = self._make_maker(config, model_path), TurnServer(self.engine, self._text)
         self._config, self._group_size = config, group_size
@@ -353,14 +353,14 @@ def _with_workers(config: Any) -> RolloutConfig:
     return rollout.model_copy(update={"environment": made.pop("", None), "environments": made})
 
 
-def _as_guest(turn: GuestsTurn, engine: Engine) -> Guest:
-    """``engine`` sleeps while the trainer works. Raises `SetupError` where it cannot."""
+def _as_guest(turn: GuestsTurn, engine: Engine, coming: Callable[[], bool]) -> Guest:
+    """``engine`` sleeps while the trainer works; ``coming``: a version is to be loaded then. Raises `SetupError`."""
     if not isinstance(engine, SleepingEngine):
         raise SetupError(
             "run.placement: colocated wants an engine that can sleep, and this one has no sleep() and wake(); use "
             "rollout.engine.type=torch or vllm, or run.placement=as_given"
         )
-    return Guest(turn, engine.sleep, engine.wake)
+    return Guest(turn, engine.sleep, lambda: getattr(engine, "wake_to_load" if coming() else "wake", engine.wake)())
 
 
 def make_engine(

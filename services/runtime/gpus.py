@@ -53,6 +53,9 @@ class Inventory:
     """Its version, e.g. ``580.65.06``; empty where there is none."""
     cuda: tuple[int, int] = (0, 0)
     """The newest CUDA that it runs."""
+    partial: bool = False
+    """The machine has GPUs that this process may not open: CUDA counts without them, and NVML, which vLLM asks, with
+    them, so that a number would be another GPU's."""
 
 
 def inventory() -> Inventory:
@@ -82,7 +85,7 @@ def inventory() -> Inventory:
             f"this machine has {count} GPUs, and none may be used here (NVML: no permission): ask for some, e.g. with "
             f"Slurm's --gpus, {HIDE}"
         )
-    return Inventory(tuple(found), driver, (cuda // 1000, cuda % 1000 // 10))
+    return Inventory(tuple(found), driver, (cuda // 1000, cuda % 1000 // 10), len(found) < count)
 
 
 EXACT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -90,20 +93,21 @@ EXACT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def visible_gpus() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES would call the GPUs that this process may use. Raises `SetupError` where that names one
-    which is not there, or the driver does not answer."""
+    """What CUDA_VISIBLE_DEVICES would call the GPUs that this process may use, by numbers where these say the same to
+    everybody. Raises `SetupError` where that names one which is not there, or the driver does not answer."""
     chosen = os.environ.get(VISIBLE)
     if chosen is None:
-        return [str(gpu.index) for gpu in inventory().gpus]
+        found = inventory()
+        return [gpu.uuid if found.partial else str(gpu.index) for gpu in found.gpus]
     listed = (name.strip() for name in chosen.split(",") if name.strip())
     names = list(takewhile(_names_a_device, listed))  # as CUDA reads it: -1, or "none", ends the list
     if not names:
         return []
-    there = inventory().gpus
+    found = inventory()
     for name in names:
-        if name.isdigit() and int(name) >= len(there):
-            raise SetupError(f"{VISIBLE}={chosen}: there is no GPU {name}; this machine has {len(there)}")
-    return names
+        if name.isdigit() and int(name) >= len(found.gpus):
+            raise SetupError(f"{VISIBLE}={chosen}: there is no GPU {name}; this machine has {len(found.gpus)}")
+    return [found.gpus[int(name)].uuid if found.partial and name.isdigit() else name for name in names]
 
 
 def chosen_gpus() -> dict[str, Gpu]:

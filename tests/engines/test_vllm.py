@@ -126,6 +126,7 @@ def test_what_drafts_tokens_is_read_from_its_files() -> None:
         found = engine_arguments(config, "me/model@abc1234", "float32", True, 1, 100, 0)
         assert (found.model, found.revision) == ("me/model", "abc1234")
         assert found.speculative_config.get("draft_load_config", {}).get("load_format") == read, drafts
+        assert found.load_format == ("auto" if "method" not in drafts else "dummy"), "as GPUs load a draft model"
 
 
 @pytest.mark.slow

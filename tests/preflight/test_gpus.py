@@ -119,9 +119,9 @@ def test_kernels_that_a_model_would_be_faster_with_are_named(
 def test_a_job_with_a_part_of_a_node_counts_its_own_gpus_alone(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     """As CUDA does in it."""
     nvml.gpus, nvml.others = (80.0,) * 4, {0, 2}
-    assert visible_gpus() == ["0", "1"] and devices_here("cuda") == ("GPU-1", "GPU-3")
+    assert visible_gpus() == ["GPU-1", "GPU-3"] == list(devices_here("cuda")), "vLLM would ask NVML for a number's GPU"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert [gpu.uuid for gpu in runtime.chosen_gpus().values()] == ["GPU-3"]
+    assert [gpu.uuid for gpu in runtime.chosen_gpus().values()] == ["GPU-3"] == visible_gpus()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     with pytest.raises(SetupError, match="there is no GPU 2; this machine has 2"):
         visible_gpus()

@@ -138,6 +138,8 @@ def engine_arguments(
     drafts = arguments.get("speculative_config")
     if isinstance(drafts, dict) and drafts.get("method") not in WITHOUT_MODEL:  # no version has what drafts
         arguments["speculative_config"] = {"draft_load_config": {"load_format": "auto"}} | drafts
+        if drafts.get("method") in (None, "draft_model"):  # on GPUs one is loaded as the model is, whatever that says
+            arguments["load_format"] = "auto"
     if head_dtype:
         arguments["hf_overrides"] = (config.vllm.get("hf_overrides") or {}) | {"head_dtype": head_dtype}
     if sleeps and not current_platform.is_cpu():

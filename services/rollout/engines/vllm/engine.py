@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import time
 from collections.abc import Coroutine, Mapping
 from typing import Any
@@ -33,6 +34,7 @@ from penstock.services.rollout.engines.base import (
 from penstock.services.rollout.engines.torch import native
 from penstock.services.rollout.engines.vllm.arguments import engine_arguments, environment, looked_at, lora_request
 from penstock.services.rollout.engines.vllm.cause import Said
+from penstock.services.rollout.engines.vllm.processes import end_all, started_since, wrong_with
 from penstock.services.rollout.engines.vllm.prompts import BLIND, check_shown, shown_prompt
 from penstock.services.rollout.engines.vllm.results import as_recorded, completion_of
 from penstock.services.rollout.engines.vllm.statistics import Load
@@ -47,6 +49,8 @@ log = structlog.get_logger()
 
 AHEAD = -1
 """Priority of a score: it waits for no seat and for no queue."""
+FREED_S, MEMORY = 30.0, re.compile(r"memory|CUDA error", re.IGNORECASE)
+"""So long memory may be missing that the dead had; and what is said of it."""
 MOVES = 5
 """So many times as long as for anything else the weights may take to leave a device, or to come back."""
 DEADLINE = "rollout.engine.deadline_s"
@@ -97,6 +101,8 @@ class VllmEngine(AsyncEngine):
             raise SetupError("rollout.engine.adapter: beside is not for mixtures of experts; use merged")
         self._load = Load()
         self._requests, self._loads, self._salt = 0, 0, "-1"
+        self._loading = False
+        """It is awake in part, for the version that is to be loaded."""
         self._shared: list[HostBuffer] = []
         self._processes: list[psutil.Process] = []
         environment(threads)
@@ -114,7 +120,7 @@ class VllmEngine(AsyncEngine):
         self.llm: Any = self.call(self._start(arguments), config.start_s, "start (rollout.engine.start_s)")
         parallel = self.llm.vllm_config.parallel_config
         self.workers = parallel.world_size * parallel.data_parallel_size
-        self._processes = _processes(before)
+        self._processes = started_since(before)
         names = {p.pid: p.name() for p in self._processes}
         log.info("vllm is up", seconds=round(time.monotonic() - started, 1), processes=names)
         self._watching = self.spawn(self._watch())
@@ -183,8 +189,26 @@ class VllmEngine(AsyncEngine):
 
     def wake(self) -> None:
         """See `base.SleepingEngine.wake`."""
-        within_s = MOVES * self._config.deadline_s
-        self._patiently(self.llm.engine_core.wake_up_async(None), within_s, f"wake up ({DEADLINE})")
+        self._wake(None)
+
+    def wake_to_load(self) -> None:
+        """As `wake`, for the `swap` that follows at once: nothing is computed before it, since what is asleep in part
+        stays paused."""
+        self._wake(["weights"])
+        self._loading = True
+
+    def _wake(self, tags: list[str] | None) -> None:
+        """Who died a moment ago may still have memory that is wanted: then it is tried again."""
+        within_s, until = MOVES * self._config.deadline_s, time.monotonic() + FREED_S
+        while True:
+            try:
+                self._patiently(self.llm.engine_core.wake_up_async(tags), within_s, f"wake up ({DEADLINE})")
+                return
+            except EngineError as error:
+                if self.ended or time.monotonic() > until or not MEMORY.search(str(error)):
+                    raise
+                log.warning("it cannot wake up yet", error=str(error))
+                time.sleep(1.0)
 
     def _patiently(self, asked: Coroutine[Any, Any, Any], within_s: float, what: str) -> None:
         """`call` of something in which the engine core answers nobody else."""
@@ -223,24 +247,12 @@ class VllmEngine(AsyncEngine):
             self.call(self._shut_down(), CLOSE_S, "shut down")
         except EngineError as error:
             log.warning("vllm did not end by itself", error=str(error))
-        for process in self._processes:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                pass
+        end_all(self._processes, CLOSE_S)
         self.end()
 
     def who(self) -> str:
         """Its processes that are dead or stopped, by name."""
-        bad = []
-        for process in self._processes:
-            try:
-                status = process.status()
-                if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED, psutil.STATUS_DEAD):
-                    bad.append(f"{process.name()} {process.pid} is {status}")
-            except psutil.NoSuchProcess:
-                bad.append(f"process {process.pid} is gone")
-        return f" ({', '.join(bad)})" if bad else ""
+        return wrong_with(self._processes)
 
     # --- in vLLM's thread --------------------------------------------------------------------------------------------
 
@@ -320,14 +332,16 @@ class VllmEngine(AsyncEngine):
         self._loads += 1
         self._salt = f"{version} {self._loads}"
         recompute = self._config.kv_on_update == "recompute"
-        # Not `AsyncLLM.pause_generation`, which sleeps 20 ms after the same call.
-        await core.pause_scheduler_async(mode="keep", clear_cache=recompute)
-        if self._sees_anew and not recompute:
-            await core.reset_encoder_cache_async()
+        if not self._loading:  # or it is paused, and forgot all as it went to sleep
+            # Not `AsyncLLM.pause_generation`, which sleeps 20 ms after the same call.
+            await core.pause_scheduler_async(mode="keep", clear_cache=recompute)
+            if self._sees_anew and not recompute:
+                await core.reset_encoder_cache_async()
         told = {"update_info": self.update_info(prepared), "beside": self._adapter is not None}
         await self.llm.collective_rpc("penstock_load", kwargs=told)
         await core.set_weight_version_async(str(version))
-        await core.resume_scheduler_async()
+        await (core.wake_up_async(["kv_cache"]) if self._loading else core.resume_scheduler_async())
+        self._loading = False
 
     async def _start(self, arguments: Any) -> Any:
         from vllm.usage.usage_lib import UsageContext
@@ -376,15 +390,3 @@ class VllmEngine(AsyncEngine):
 
     async def _shut_down(self) -> None:
         self.llm.shutdown(timeout=SHUTDOWN_S)
-
-
-def _processes(before: set[psutil.Process]) -> list[psutil.Process]:
-    """Children of this process that were not there ``before``, but for Python's own tracker of shared memory."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if process not in before and not any("resource_tracker" in word for word in process.cmdline()):
-                found.append(process)
-        except psutil.NoSuchProcess:
-            pass
-    return found
