@@ -19,6 +19,7 @@ _DOOR = {
     "AsyncAgentClient": "penstock.protocols.agent_client",
     "Config": "penstock.pipeline.config",
     "ConfigError": "penstock.pipeline.config",
+    "DeadlineError": "penstock.protocols.mailbox",
     "Group": "penstock.protocols.experience",
     "Prompt": "penstock.protocols.experience",
     "Run": "penstock.pipeline.api.run",

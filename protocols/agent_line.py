@@ -143,7 +143,8 @@ class Search:
     def look(self) -> Line | None:
         """To the gateway; None where there is none yet, which is said once, on stderr, after `TELL_S`. Raises
         `RunOver`, or `FileNotFoundError` `START_S` after the search began, or, of a run that `penstock run` prepares
-        on this machine, after that was done; at once where the folder around the run's is not there either."""
+        on this machine, after that was done; at once where there is no folder in which the first run
+        would make that around its own."""
         if (folder := _folder(self._gateway)) is None:
             return Line(self._gateway, str(self._gateway), self._keys)
         if files := sorted((folder / "gateways").glob("*.json")):
@@ -153,8 +154,8 @@ class Search:
         if _came_to(folder) not in (None, "interrupted"):  # such a one may go on
             raise _over(folder)
         whole = folder.absolute()
-        if not folder.is_dir() and not folder.parent.is_dir():
-            raise FileNotFoundError(f"{whole}: no such folder, nor is {whole.parent} one; give a run's folder")
+        if not folder.is_dir() and not folder.parent.is_dir() and not whole.parent.parent.is_dir():
+            raise FileNotFoundError(f"{whole}: no such folder, nor is {whole.parent.parent} one; give a run's folder")
         if preparing := _is_prepared(folder):
             self._since = time.monotonic()
         if time.monotonic() - self._since > START_S:

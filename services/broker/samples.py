@@ -17,6 +17,7 @@ from penstock.protocols.wire import WireError
 from penstock.services.broker.archive import open_group
 from penstock.services.broker.seen import name_of
 from penstock.services.broker.trackers import Table
+from penstock.services.runtime.plain import plain
 
 log = structlog.get_logger()
 
@@ -46,6 +47,8 @@ def rows(step: int, group: Group, columns: Mapping[str, np.ndarray]) -> Iterator
             row |= {"source": group.prompt.source}
         if trajectory.pictures:
             row |= {"pictures": [name_of(picture) for picture in trajectory.pictures]}
+        if trajectory.failure:
+            row |= {"failure": plain(trajectory.failure)}
         if trajectory.session != ALONE:
             row |= {"session": trajectory.session}
         row |= {f"{AGENT}{name}": value for name, value in trajectory.metrics.items()}

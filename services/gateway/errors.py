@@ -17,11 +17,14 @@ MOST_SAID = 500
 
 
 class AgentError(Exception):
-    """Costs this request alone. ``retry_s``: it may be asked again after so long."""
+    """Costs this request alone. ``retry_s``: it may be asked again after so long; ``details``: for clients that look
+    for them."""
 
-    def __init__(self, status: int, code: str, message: str, retry_s: float | None = None) -> None:
+    def __init__(
+        self, status: int, code: str, message: str, retry_s: float | None = None, details: dict[str, Any] | None = None
+    ) -> None:
         super().__init__(message)
-        self.status, self.code, self.retry_s = status, code, retry_s
+        self.status, self.code, self.retry_s, self.details = status, code, retry_s, details
 
     @property
     def headers(self) -> dict[str, str]:
@@ -33,8 +36,8 @@ class AgentError(Exception):
         """As both OpenAI's and Anthropic's clients read it."""
         # Half a surrogate pair, which JSON can say, has no UTF-8.
         words = str(self).encode(errors="replace").decode()
-        about = {"message": words, "type": self.code, "code": self.code, "param": None}
-        return {"type": "error", "error": about}
+        about: dict[str, Any] = {"message": words, "type": self.code, "code": self.code, "param": None}
+        return {"type": "error", "error": about | ({"details": self.details} if self.details else {})}
 
 
 def no_room(size: int, most: int, why: str) -> AgentError:
@@ -66,6 +69,8 @@ class About(BaseModel):
     type: str
     code: str
     param: None = None
+    details: dict[str, Any] | None = None
+    """Of what Anthropic's clients then do otherwise."""
 
 
 class Refused(BaseModel):

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from penstock.services.gateway.asking import Body, Content, Listed, Stops, content_of
+from penstock.services.gateway.asking import Body, Content, Listed, Never, Stops, content_of
 from penstock.services.gateway.chat import about, dumps
+from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.formats import Form, Wanted
 from penstock.services.gateway.pictures import read_part
 from penstock.services.gateway.replies import THOUGHTS
@@ -104,9 +105,17 @@ class CountRequest(Body):
     messages: Listed[Said] = Field(min_length=1)
     system: Content | None = None
     tools: Listed[Tool] | None = None
+    thread: Any = None
+    compaction: Never = None
+    mcp_servers: Never = None
 
     def said(self) -> list[dict[str, Any]]:
-        """As chat completions have it: a tool's result is a message of its own."""
+        """As chat completions have it: a tool's result is a message of its own. Raises `AgentError`."""
+        if self.thread is not None:  # of which each request has the newest messages alone
+            raise AgentError(
+                400, "unsupported", "thread: conversations are not kept here; send all of its messages",
+                details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+            )  # fmt: skip
         found: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
         for message in self.messages:
             found += _messages(message.role, message.content)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 
 from penstock.services.gateway.asking import Body, Listed, Never, Told, Tool, plain
 from penstock.services.gateway.chat import about, dumps
@@ -19,6 +19,12 @@ from penstock.services.gateway.turn_names import turn_of_id
 
 LOGPROBS = "message.output_text.logprobs"
 """In ``include``: what `openai` calls them."""
+
+
+def _whole(value: Any) -> Any:
+    if value not in (None, "disabled"):
+        raise ValueError("nothing is taken out of a conversation here; leave it out, and shorten what you send")
+    return value
 
 
 class ResponsesRequest(Body):
@@ -37,6 +43,8 @@ class ResponsesRequest(Body):
     conversation: Never = None
     prompt: Never = None
     background: Never = None
+    context_management: Never = None
+    truncation: Annotated[Any, AfterValidator(_whole)] = None
     tool_choice: Any = None
 
     @model_validator(mode="after")

@@ -106,6 +106,8 @@ def _turns(step: TrainingBatch) -> dict[str, float]:
         found["reward_greedy"] = float(np.nanmean(step.greedy))
     if turns := [len(t.turns) for t in step.trajectories if t.turns]:  # others were answered once
         found["turns"] = float(np.mean(turns))
+    if (sessions := len(np.unique(step.sessions))) < len(step.trajectories):
+        found["branches"] = len(step.trajectories) / sessions
     measured = mean_over_sessions(zip(step.sessions.tolist(), (t.metrics for t in step.trajectories), strict=True))
     return found | {f"{AGENT}{name}": value for name, value in measured.items()}
 

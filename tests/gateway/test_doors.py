@@ -186,6 +186,32 @@ def test_anthropics_client(house: House) -> None:
     assert [len(t.turns) for t in group(house).trajectories] == [2, 2]
 
 
+def test_anthropics_own_loop_over_tools_sends_its_whole_history(house: House) -> None:
+    """By itself it says the newest messages alone, of a thread that its server keeps: it is told that there are none
+    here, and does without, or the policy would be asked, and trained, without what was said before."""
+
+    @anthropic.beta_async_tool
+    async def reveal(letters: str) -> str:
+        """Reveals letters."""
+        return "ab"
+
+    async def agent(url: str) -> None:
+        async with httpx.AsyncClient(timeout=60) as http:
+            for _ in range(2):
+                session = await opened(url, http)
+                base = session["base_url"].removesuffix("/v1")
+                async with anthropic.AsyncAnthropic(base_url=base, api_key="none") as client:
+                    runner = client.beta.messages.tool_runner(
+                        model="policy", max_tokens=4, tools=[reveal], max_iterations=3,
+                        messages=[{"role": "user", "content": "ba="}],
+                    )  # fmt: skip
+                    assert len([message async for message in runner]) == 3
+                await http.post(f"{url}/v1/sessions/{session['session']}/finish", json={"reward": 1.0})
+
+    served(house, agent)
+    assert [len(t.turns) for t in group(house).trajectories] == [3, 3]
+
+
 @pytest.mark.parametrize("stateful", [False, True])
 def test_openais_responses(house: House, stateful: bool) -> None:
     """With what was said before, or with the last response's id alone: it is gone on from the same tokens."""
@@ -407,6 +433,11 @@ def test_bad_requests_cost_themselves(house: House, tmp_path: Path) -> None:
                 (f"{base}/chat/completions", {"messages": SAY, "web_search_options": {}}, 422),
                 (f"{base}/chat/completions", {"messages": SAY, "chat_template_kwargs": {"a": 1}}, 422),
                 (f"{base}/responses", {"input": "a", "background": True}, 422),
+                (f"{base}/responses", {"input": "a", "truncation": "auto"}, 422),
+                (f"{base}/responses", {"input": "a", "context_management": [{"type": "compaction"}]}, 422),
+                (f"{base}/messages", {"messages": SAY, "max_tokens": 4, "compaction": {"type": "summarize"}}, 422),
+                (f"{base}/messages", {"messages": SAY, "max_tokens": 4, "mcp_servers": [{"name": "m"}]}, 422),
+                (f"{base}/messages/count_tokens", {"messages": SAY, "thread": {"type": "new"}}, 400),
                 (f"{base}/messages", {"messages": [*SAY, {"role": "assistant", "content": "a"}], "max_tokens": 4}, 422),
                 (f"{base}/completions", {"prompt": "a", "best_of": 2}, 422),
                 (f"{base}/completions", {"prompt": "a", "echo": True}, 422),
@@ -537,8 +568,8 @@ def test_an_agent_that_waits_for_a_run_says_so_once(
         with pytest.raises(FileNotFoundError, match="is it the folder of a run with gateway.count above 0"):
             AgentClient(folder)
         assert capsys.readouterr().err == f"waiting up to 1 s for a gateway in {folder}: {why}\n"
-    with pytest.raises(FileNotFoundError, match=f"^{tmp_path}/no/where: no such folder, nor is {tmp_path}/no one"):
-        AgentClient(tmp_path / "no" / "where")
+    with pytest.raises(FileNotFoundError, match=f"^{tmp_path}/no/such/where: no such folder, nor is {tmp_path}/no one"):
+        AgentClient(tmp_path / "no" / "such" / "where")
     search = Search(tmp_path, None)
     with held(tmp_path):
         for _ in range(2):

@@ -320,6 +320,40 @@ def test_a_program_writes_in_its_folder_alone(network: bool, tmp_path: Path) -> 
     assert there.read_text() == "x" and [each.name for each in tmp_path.iterdir()] == [there.name]
 
 
+FILLS = """
+import multiprocessing, os
+from pathlib import Path
+shared = Path("/dev/shm")
+assert not list(shared.iterdir()), "what others have there may be cut short under their hands"
+(shared / "left").write_text("x")
+multiprocessing.Lock()
+written = 0
+try:
+    for number in range(30):
+        with open(f"{number}", "wb") as file:
+            for _ in range(15):
+                written += file.write(bytes(1 << 20))
+except OSError:
+    pass
+print(written >> 20)
+"""
+
+
+def test_what_a_program_leaves_and_fills_is_its_own() -> None:
+    namespace = "import ctypes; assert not ctypes.CDLL(None).unshare(0x10020000)"
+    if subprocess.run([sys.executable, "-c", namespace], capture_output=True).returncode:
+        pytest.skip("nobody may make a namespace here")
+    victim = Path(f"/dev/shm/penstock-{uuid.uuid4()}")
+    victim.write_bytes(bytes(100))
+    try:
+        found = run(FILLS, seconds=20)
+    finally:
+        there = victim.stat().st_size
+        victim.unlink()
+    assert found.completed and there == 100 and not Path("/dev/shm/left").exists()
+    assert 100 <= int(found.output) <= 128, "MiB, and then there is no more room"
+
+
 def test_where_no_process_may_be_started_a_program_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container where another program has all that there may be: it is no fault of this one's."""
     once = "import os, sys\nif os.path.exists({there!r}):\n    os.remove({there!r})\n    sys.exit(96)\n"

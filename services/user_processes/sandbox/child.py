@@ -25,7 +25,8 @@ import types
 from pathlib import Path
 from typing import Any, NoReturn
 
-CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x10000000, 0x20000000, 0x40000000
+MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 1 << 1, 1 << 2, 1 << 14, 1 << 18
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 SECCOMP_MODE_FILTER = 2
 SYSTEMS = {
@@ -54,7 +55,8 @@ NO_NAMESPACE = 97
 """Exit code: this machine lets nobody leave the network."""
 NO_PROCESS = 96
 """Exit code: no more processes may be started here, at present."""
-FILE_BYTES = 16 << 20
+FILE_BYTES, FOLDER_BYTES, SHARED_BYTES = 16 << 20, 128 << 20, 64 << 20
+"""Of one file; and, in a namespace, of all in the program's folder, and in its /dev/shm: they are in memory then."""
 PROCESSES = 256
 """At once, threads too; see `_counts_here`."""
 
@@ -66,6 +68,8 @@ def main(program: Path, said: int, cpu_s: int, memory_mb: int, network: bool, pa
     if child := _fork():
         _watch(libc, child, program.parent, parent)
     _end_with_parent(libc, signal.SIGKILL)
+    if place == "namespace":
+        _own_files(libc, program.parent)
     if not network:
         _leave_sockets(libc, place)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a pipe that is read would fill whoever reads it
@@ -129,15 +133,43 @@ def _leave(libc: Any, network: bool) -> str:
     can be made; or nowhere else (empty). Ends this process where it cannot leave the network."""
     if not hasattr(libc, "unshare"):  # not Linux
         return "" if network else _refuse("it is not Linux")
-    wanted = CLONE_NEWUSER | (0 if network else CLONE_NEWNET)
+    wanted, itself = CLONE_NEWUSER | (0 if network else CLONE_NEWNET), (os.getuid(), os.getgid())
     if not libc.unshare(wanted | CLONE_NEWPID):
+        _stay(*itself)
         return "namespace"
     if network:
         return _landlock(libc)
     if not libc.unshare(wanted):
+        _stay(*itself)
         return "namespace"
     why = os.strerror(ctypes.get_errno())
     return _landlock(libc) or _refuse(why)
+
+
+def _stay(user: int, group: int) -> None:
+    """In a new namespace of users the same one as before, or no file could be made in what is mounted there."""
+    for name, told in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        with contextlib.suppress(OSError):
+            Path(f"/proc/self/{name}").write_text(told)
+
+
+def _own_files(libc: Any, folder: Path) -> None:
+    """What lies in ``folder``, and in /dev/shm, is in memory of its own from now on, of which there is so much, and
+    which ends with it: others' memory, which may be mapped by processes that would die of its end, is not there. Does
+    nothing where the kernel allows none."""
+    kept = {each.name: each.read_bytes() for each in folder.iterdir() if each.is_file()}
+    if libc.unshare(CLONE_NEWNS) or libc.mount(b"none", b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None):
+        return
+    _mount(libc, b"/dev/shm", f"size={SHARED_BYTES},mode=1777")
+    if _mount(libc, os.fsencode(folder), f"size={FOLDER_BYTES},mode=700"):
+        os.chdir(folder)
+        for name, content in kept.items():
+            (folder / name).write_bytes(content)
+
+
+def _mount(libc: Any, place: bytes, options: str) -> bool:
+    """Memory, at ``place``. Whether that was done."""
+    return not libc.mount(b"tmpfs", place, b"tmpfs", ctypes.c_ulong(MS_NOSUID | MS_NODEV), options.encode())
 
 
 def _landlock(libc: Any) -> str:
