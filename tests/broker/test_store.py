@@ -140,6 +140,20 @@ def test_a_store_that_stays_away_is_an_error(server: Server) -> None:
     assert time.monotonic() - started < 5
 
 
+def test_a_store_that_has_no_room_is_waited_for_and_told_what_would_give_it_some(server: Server) -> None:
+    store, beside = open_store(server), redis.Redis.from_url(server.redis.url)
+    beside.config_set("maxmemory", "1mb")
+    store.put_payload(1, "experience", bytes(4 << 20))
+    threading.Timer(1.0, beside.config_set, ("maxmemory", "0")).start()
+    store.commit()
+    assert store.waited_s > 0.5 and store.payloads([1])[0]["experience"] == bytes(4 << 20)
+    beside.config_set("maxmemory", "1mb")
+    store._retry_s = 0.3
+    store.put_payload(2, "experience", bytes(4 << 20))
+    with pytest.raises(StoreError, match=r"has no room .*\. Raise its maxmemory, or .* go on with --resume"):
+        store.commit()
+
+
 def test_a_store_that_gives_its_place_to_another_is_waited_for(server: Server) -> None:
     """As a managed one is maintained: for a while it takes no writes."""
     store = open_store(server)

@@ -30,7 +30,7 @@ def greedy_accuracy(path: Path, count: int) -> float:
 
 @pytest.mark.slow
 def test_it_learns_though_a_rollout_the_reward_and_the_reference_are_killed(tmp_path: Path) -> None:
-    run = Run(tmp_path, ["trainer.steps=90"], fresh=True)
+    run = Run(tmp_path, ["trainer.steps=80"], fresh=True)
     for step, actor in ((10, "rollout-1"), (25, "reward-0"), (40, "reference-0")):
         run.wait_for_step(step)
         run.actors()[actor].send_signal(signal.SIGKILL)

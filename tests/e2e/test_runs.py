@@ -144,6 +144,7 @@ def test_a_run_whose_evaluations_get_no_better_ends_and_keeps_the_best(tmp_path:
     assert f"after {summary['steps']} of 60 steps: 3 evaluations in a row were no better" in why
 
 
+@pytest.mark.chaos
 def test_a_reference_that_is_refreshed_takes_checkpoints_also_after_it_died(tmp_path: Path) -> None:
     run = Run(
         tmp_path,

@@ -65,6 +65,7 @@ def test_a_scorer_of_the_tests_joins_a_run_is_killed_hangs_and_its_column_arrive
     assert any("latency/surprise" in row for row in rows) and any("latency/reward/watched" in row for row in rows)
 
 
+@pytest.mark.chaos
 def test_a_teacher_tells_its_whole_distribution_through_a_run(tmp_path: Path) -> None:
     """And sleeps while the trainer works on the same device."""
     prompts = [prompt for _, prompt in zip(range(50), open_source(SortData()), strict=False)]

@@ -35,7 +35,7 @@ def begun(
     return Run(folder, [], path)
 
 
-@pytest.mark.parametrize("towers", [pytest.param(False, marks=pytest.mark.slow), True], ids=["stay", "learn"])
+@pytest.mark.parametrize("towers", [pytest.param(False, marks=pytest.mark.chaos), True], ids=["stay", "learn"])
 def test_it_learns_on_two_ranks(towers: bool, tmp_path: Path) -> None:
     """What sees stays as it came, unless it is to learn: then it moves, and rollouts see by each version. A critic is
     shown the same, with towers that stand still."""

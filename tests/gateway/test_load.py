@@ -18,7 +18,7 @@ OPENED = 10_000
 AT_ONCE = 32
 BODY = b'{"wait_s": 1}'
 REQUEST = (
-    b"POST /v1/sessions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+    b"POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b"Content-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
 )
 

@@ -273,7 +273,9 @@ def test_a_session_that_its_program_has_dropped_is_lost_and_one_that_it_has_is_n
 
 
 def test_a_body_is_read_of_those_alone_who_show_a_key(house: House, tmp_path: Path) -> None:
-    head = b"POST /v1/sessions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 9000\r\n"
+    head = (
+        b"POST /v1/sessions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 9000\r\n"
+    )
     body = b'{"wait_s": 1}' + b" " * (9000 - 13)
 
     async def asked(url: str, key: bytes, *parts: bytes) -> bytes:

@@ -28,6 +28,7 @@ def test_the_same_failure_twice_at_one_step_is_the_end(folder: Path) -> None:
         assert crashes.again(folder, "rollout-0", LibraryError(f"no memory for {times} blocks"), -1) == bool(times)
     assert not crashes.is_own(LibraryError("connection reset by peer"))
     assert not crashes.is_own(LibraryError("ValueError: Free memory on device cuda:0 (3/80 GiB) is less than desired"))
+    assert not crashes.is_own(LibraryError("AssertionError: Error in memory profiling. Initial free memory 3, now 9"))
 
 
 @pytest.mark.parametrize(

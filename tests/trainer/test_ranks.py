@@ -25,9 +25,7 @@ from tests.weights.channel import Rollout, until
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape", [pytest.param(s, marks=pytest.mark.chaos) if s in ("together", "tensor", "dora") else s for s in SHAPES]
-)
+@pytest.mark.parametrize("shape", [s if s == "apart" else pytest.param(s, marks=pytest.mark.chaos) for s in SHAPES])
 def test_two_ranks_train_as_one_and_publish_to_three_rollouts(
     tmp_path: Path, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
