@@ -20,6 +20,7 @@ from penstock.pipeline.preflight import (
     reached,
     rewards,
     scorers,
+    shown_secrets,
     sources,
     trackers,
 )
@@ -41,7 +42,7 @@ def look(config: Config, folder: Path, programs: bool = False, lacking: str = ""
         machine.look(config, folder, report)
         parts = (
             gpus, engine, data, pictures, model, lora, learners, rewards, sources, environment, gateway, algorithm,
-            scorers, trackers, reached,
+            scorers, trackers, reached, shown_secrets,
         )  # fmt: skip
         alone = bool(config.programs) and not programs
         if alone and lacking:
