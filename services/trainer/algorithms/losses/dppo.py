@@ -14,8 +14,9 @@ def dppo_tv(
     advantages: torch.Tensor,
     mask: torch.Tensor,
     importance_weights: torch.Tensor | None = None,
-    threshold_low: float = 0.1,
-    threshold_high: float = 0.1,
+    *,
+    threshold_low: float,
+    threshold_high: float,
     ratio_cap: float = 20.0,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Token losses -A min(r, ratio_cap) log_prob, the ratio a constant, of tokens whose probability p has not moved too
@@ -32,8 +33,9 @@ def dppo_kl(
     advantages: torch.Tensor,
     mask: torch.Tensor,
     importance_weights: torch.Tensor | None = None,
-    threshold_low: float = 0.02,
-    threshold_high: float = 0.02,
+    *,
+    threshold_low: float,
+    threshold_high: float,
     ratio_cap: float = 20.0,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """As `dppo_tv`, by the divergence of old from new over two outcomes, the token and any other: within threshold_high
