@@ -48,7 +48,7 @@ def main(
 
     def reward(completions: list[str], truth: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         counted["tokens"] += sum(len(ids) for ids in completion_ids)
-        return [exact_match(text, expected, "") for text, expected in zip(completions, truth, strict=True)]
+        return [exact_match(text, expected) for text, expected in zip(completions, truth, strict=True)]
 
     async def judged(
         completions: list[str], truth: list[str], completion_ids: list[list[int]], **_: Any

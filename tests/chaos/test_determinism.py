@@ -109,7 +109,7 @@ def synchronous(config: Config, folder: Path) -> list[str]:
                         np.r_[np.full(size, -1), completion.versions].astype(np.int32),
                     )
                 )
-                rewards.append(exact_match(text.decode([completion.tokens.tolist()])[0], prompt.truth, ""))
+                rewards.append(exact_match(text.decode([completion.tokens.tolist()])[0], prompt.truth))
             columns = [np.zeros(len(t.tokens), np.float32) for t in made]
             budget = config.reference.tokens_per_batch
             for rows in plan_rows(made, [number] * len(made), budget, cpu, layout_of(reference)):

@@ -58,21 +58,21 @@ def test_a_pattern_that_is_none_is_an_error() -> None:
     ],
 )
 def test_the_letter_that_is_chosen(response: str, truth: Any, reward: float) -> None:
-    assert choice(response, truth, "") == reward
+    assert choice(response, truth) == reward
 
 
 @pytest.mark.parametrize("begun", ["answer", "the answer is", "option", r"\boxed{", r"\boxed{\text{", "A", "x ("])
 def test_whatever_is_said_is_read_in_no_time(begun: str) -> None:
     started = time.monotonic()
     for filler in (" ", "\n", "$", "(", "A ", f"{begun} "):
-        choice(begun + filler * 50_000, "B", "")
+        choice(begun + filler * 50_000, "B")
     assert time.monotonic() - started < 5.0
 
 
 def test_a_truth_that_is_no_letter_is_an_error() -> None:
     for truth in ("Berlin", "27", ""):
         with pytest.raises(ValueError, match="the truth is no letter"):
-            choice("A", truth, "")
+            choice("A", truth)
 
 
 @pytest.mark.parametrize(
@@ -88,17 +88,17 @@ def test_a_truth_that_is_no_letter_is_an_error() -> None:
     ],
 )
 def test_shared_words(response: Any, truth: Any, reward: float) -> None:
-    assert f1(str(response), truth, "") == pytest.approx(reward)
+    assert f1(str(response), truth) == pytest.approx(reward)
 
 
 def test_the_answer_may_be_a_part_of_the_response_and_must_agree_in_full_where_that_is_asked() -> None:
     said, part = "Paris? <answer>Rome</answer> no, <answer>The Paris</answer>", "<answer>(.*?)</answer>"
-    assert f1(said, "Paris", "", pattern=part) == 1.0 and f1("Paris", "Paris", "", pattern=part) == 0.0
-    assert f1("in Paris", "Paris", "", exact=True) == 0.0 and f1("the paris.", "Paris", "", exact=True) == 1.0
+    assert f1(said, "Paris", pattern=part) == 1.0 and f1("Paris", "Paris", pattern=part) == 0.0
+    assert f1("in Paris", "Paris", exact=True) == 0.0 and f1("the paris.", "Paris", exact=True) == 1.0
     with pytest.raises(ValueError, match="no good answer"):
-        f1("x", [], "")
+        f1("x", [])
     with pytest.raises(TypeError, match="set truth_key to what has the answer, one of target"):
-        f1("no part that could be one", {"target": ["Paris"]}, "", pattern=part)
+        f1("no part that could be one", {"target": ["Paris"]}, pattern=part)
 
 
 def test_what_is_said_again_is_punished_by_its_share() -> None:

@@ -374,11 +374,11 @@ def test_memory_is_flat_over_many_calls() -> None:
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        (lambda f: f("exact_match")(" ab ", "ab", ""), 1.0),
-        (lambda f: f("exact_match")("ba", "ab", ""), 0.0),
-        (lambda f: f("number")("so it is 1,234.", "reason #### 1234", ""), 1.0),
-        (lambda f: f("number")("I do not know", "#### 3", ""), 0.0),
-        (lambda f: f("number")("-7", "7", ""), 0.0),
+        (lambda f: f("exact_match")(" ab ", "ab"), 1.0),
+        (lambda f: f("exact_match")("ba", "ab"), 0.0),
+        (lambda f: f("number")("so it is 1,234.", "reason #### 1234"), 1.0),
+        (lambda f: f("number")("I do not know", "#### 3"), 0.0),
+        (lambda f: f("number")("-7", "7"), 0.0),
     ],
 )
 def test_registered_functions(call: Callable, expected: float) -> None:

@@ -17,7 +17,7 @@ _FORMS = (
 """From the plainest to the least plain: the last one of the first form that there is counts."""
 
 
-def choice(response: str, truth: Any, prompt: str) -> float:
+def choice(response: str, truth: Any) -> float:
     """1.0 where the letter that the response chooses is the truth's: the last in a box, else the last behind "answer",
     else behind "choice" or "option", else the last capital that stands alone, in brackets, before a sign, or at the end
     of a line. ``truth``: a letter, or a number from 0 on."""

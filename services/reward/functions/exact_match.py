@@ -5,7 +5,7 @@ from typing import Any
 from penstock.services.reward.truth import as_text
 
 
-def exact_match(response: str, truth: Any, prompt: str, strip: bool = True) -> float:
+def exact_match(response: str, truth: Any, strip: bool = True) -> float:
     """1.0 where ``response`` equals ``truth`` as text, else 0.0; spaces at both ends do not count where ``strip``."""
     expected = as_text(truth)
     return float((response.strip() == expected.strip()) if strip else (response == expected))

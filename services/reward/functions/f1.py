@@ -12,7 +12,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def f1(response: str, truth: Any, prompt: str, pattern: str | None = None, exact: bool = False) -> float:
+def f1(response: str, truth: Any, pattern: str | None = None, exact: bool = False) -> float:
     """The harmonic mean of precision and recall of the response's words, from 0.0 to 1.0: capitals, punctuation and
     English articles do not count. ``truth`` is text, or a list of good answers, of which the best counts. ``pattern``:
     the last of it in the response is the answer, or its first group is, e.g. ``<answer>(.*?)</answer>``; 0.0 where

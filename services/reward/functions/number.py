@@ -12,7 +12,7 @@ _NUMBER = re.compile(
 such (1,00,000); a currency may stand behind the sign."""
 
 
-def number(response: str, truth: Any, prompt: str, tolerance: float = 1e-6) -> float:
+def number(response: str, truth: Any, tolerance: float = 1e-6) -> float:
     """1.0 where the last numbers of both texts agree within ``tolerance``, else 0.0. A ``####`` is not needed."""
     said = as_text(truth)
     found, expected = _last(response), _last(said)

@@ -11,6 +11,6 @@ def _scorer(task: str) -> Any:
     return get_score_answer_fn(task)
 
 
-def reasoning_gym(response: str, truth: Any, prompt: str) -> float:
+def reasoning_gym(response: str, truth: Any) -> float:
     """The task's own score of ``response``, in [0, 1]; ``truth`` is what the ``reasoning_gym`` data source made."""
     return float(_scorer(truth["task"])(answer=response.strip(), entry=truth["entry"]))
