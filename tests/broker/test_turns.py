@@ -53,7 +53,9 @@ class Machine(RuleBasedStateMachine):
             return
         id = ids[which % len(ids)]
         wanted = {number: (key, asker) for key, (number, asker) in self.open.items()}.get(id)
-        found = self.turns.answered(id)
+        found = self.turns.get(id)
+        self.turns.answered(id)
+        assert self.turns.get(id) is None
         assert (found is None) == (wanted is None), "an answer counts once, and only where it is wanted"
         if found and wanted:
             assert found.asked_by == ("gateway", wanted[1]), "who asked last is told"

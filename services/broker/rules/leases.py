@@ -99,9 +99,9 @@ class Leases:
         """Who generates the group."""
         return self.holds.holder(number)
 
-    def skip_to(self, number: int) -> list[Lease]:
-        """Numbers below ``number`` were given before, though the store has forgotten it: they wait again. Returns
-        them. Which draws they answered is known where draws were not chosen: they went with the numbers."""
+    def skip_to(self, number: int) -> None:
+        """Numbers below ``number`` were given before, though the store has forgotten it: they wait again. Which
+        draws they answered is known where draws were not chosen: they went with the numbers."""
         ahead = self.next_draw - self.next_number
         found = [Lease(each, each + ahead) for each in range(self.next_number, number)]
         for lease in found:
@@ -110,7 +110,6 @@ class Leases:
         if found:
             self.next_number, self.next_draw = number, number + ahead
             self._write_counters()
-        return found
 
     def go_to(self, draw: int) -> None:
         """The next draw is this one, which may be behind the last of all: then no new group says so."""

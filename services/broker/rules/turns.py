@@ -99,14 +99,13 @@ class Turns:
         self.open[id].attempt -= 1
         self.holds.free(id)
 
-    def answered(self, id: int, by: str = "") -> Turn | None:
-        """It is answered, ``by`` whom. None where it was already, or is wanted no more."""
+    def answered(self, id: int, by: str = "") -> None:
+        """It is answered, ``by`` whom; or was already, or is wanted no more."""
         turn = self.open.get(id)
         if turn is not None:
             if (hold := self.holds.held.get(id)) and hold.holder == by:
                 self.holds.free(id)  # another one may be at it, and is told that it is of no use any more
             self._forget(turn)
-        return turn
 
     def end(self, group: Group) -> None:
         """Nobody waits for turns of this group any more."""
