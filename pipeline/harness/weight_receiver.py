@@ -22,7 +22,7 @@ import torch.distributed as dist
 from penstock.pipeline.bench import plain_gloo
 from penstock.protocols.experience import Sampling
 from penstock.protocols.mailbox import Mailbox
-from penstock.protocols.messages import Bye, CommitVersion, Hello, Invite, Propose
+from penstock.protocols.messages import Bye, Hello
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.base import Request
 from penstock.services.rollout.engines.torch.engine import TorchEngine
@@ -55,9 +55,6 @@ class Plain:
     def swap(self, prepared: Any, version: int) -> None:
         """A pointer."""
         self.version = version
-
-    def step(self) -> None:
-        """Nothing to generate."""
 
 
 def say(**row: Any) -> None:
@@ -122,9 +119,7 @@ def main() -> None:
                 receiver.close()
                 mailbox.close()
                 end(0)
-            if isinstance(event, Invite | Propose | CommitVersion):
-                receiver.handle(event)
-            elif isinstance(event, Prepared):
+            if isinstance(event, Prepared):
                 ready = time.monotonic()
                 engine.swap(event.weights, event.loaded.version)
                 event.swapped.set()
@@ -134,7 +129,7 @@ def main() -> None:
                 say(**said, steps=steps)
                 steps = []
                 break
-            elif isinstance(event, dict) and "bare" in event:
+            if isinstance(event, dict) and "bare" in event:
                 bare_broadcast(event["bare"], name)
 
 
