@@ -244,8 +244,8 @@ def status(
     from penstock.pipeline.observe.client import find_broker, state, watching
     from penstock.pipeline.observe.terminal import View
     from penstock.pipeline.report.console import print_summary
-    from penstock.pipeline.run.lock import came_to
     from penstock.pipeline.run.summary import finite
+    from penstock.protocols.run_lock import came_to
 
     console = OwnConsole()
     over = came_to(run) if run and broker is None else None
@@ -271,7 +271,7 @@ def top(run: SOME_RUN = None, broker: BROKER = None, keys: KEYS = None) -> None:
     For instance: penstock top runs/first-try
     """
     from penstock.pipeline.observe.client import find_broker, follow
-    from penstock.pipeline.run.lock import came_to
+    from penstock.protocols.run_lock import came_to
 
     console = OwnConsole()
     if run and broker is None and came_to(run):

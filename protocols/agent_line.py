@@ -17,7 +17,7 @@ from typing import Any
 from penstock.protocols import messages as m
 from penstock.protocols.keys import ClientKeys, load_client
 from penstock.protocols.mailbox import LATE_S, DeadlineError, Mailbox, answer_to, incarnation_of
-from penstock.protocols.run_lock import holder, is_of_before
+from penstock.protocols.run_lock import came_to, holder, is_of_before
 
 BEAT_S = 3.0
 LOOK_S = 2.0
@@ -89,7 +89,7 @@ class Line:
 
     def check_over(self) -> None:
         """Raises `RunOver` where the run's folder says that it has ended: nobody is left to answer."""
-        if self.folder and _came_to(self.folder) and not list(self.folder.glob("gateways/*.json")):
+        if self.folder and came_to(self.folder) is not None and not list(self.folder.glob("gateways/*.json")):
             raise _over(self.folder)
 
     def say(self, message: m.Message, deadline_s: float) -> Any:
@@ -151,7 +151,8 @@ class Search:
             own = folder / "keys" / "client.json"
             keys = self._keys or (load_client(own).to_reach() if own.is_file() else None)
             return Line(self._gateway, json.loads(random.choice(files).read_text())["zmq"], keys)
-        if _came_to(folder) not in (None, "interrupted"):  # such a one may go on
+        summary = came_to(folder)
+        if summary is not None and summary.get("outcome") != "interrupted":  # such a one may go on
             raise _over(folder)
         whole = folder.absolute()
         if not folder.is_dir() and not folder.parent.is_dir() and not whole.parent.parent.is_dir():
@@ -176,15 +177,6 @@ def _is_prepared(folder: Path) -> bool:
     start takes."""
     address = folder / "broker.address"
     return holder(folder) is not None and (not address.exists() or is_of_before(folder, address))
-
-
-def _came_to(folder: Path) -> str | None:
-    """How the run has ended; None where it has not, or somebody goes on with it."""
-    summary = folder / "summary.json"
-    try:
-        return None if is_of_before(folder, summary) else str(json.loads(summary.read_text()).get("outcome"))
-    except FileNotFoundError:
-        return None
 
 
 def _over(folder: Path) -> RunOver:

@@ -1,9 +1,11 @@
-"""Whether somebody is at work on a run, as the run's folder says. Imports no torch."""
+"""Whether somebody is at work on a run, and what it came to, as the run's folder says. Imports no torch."""
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -36,3 +38,18 @@ def is_of_before(folder: Path, file: Path) -> bool:
         return holder(folder) is not None and file.stat().st_mtime_ns < (folder / LOCK).stat().st_mtime_ns
     except OSError:
         return False
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """What the run in ``folder`` came to; None while it is not over, or where its file was cut short: a run that is
+    resumed writes it again."""
+    try:
+        found = json.loads((folder / "summary.json").read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def came_to(folder: Path) -> dict[str, Any] | None:
+    """The same of the run as it is now: None also while somebody goes on with it, who looks at its setup yet."""
+    return None if is_of_before(folder, folder / "summary.json") else read_summary(folder)

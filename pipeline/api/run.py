@@ -15,11 +15,11 @@ from penstock.pipeline.config import ConfigError
 from penstock.pipeline.config.load import as_overrides
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.folder import address_file, address_of, named
-from penstock.pipeline.run.lock import came_to, is_live
+from penstock.pipeline.run.lock import is_live
 from penstock.pipeline.run.summary import check_run, steps_in, steps_of
 from penstock.pipeline.tools.rollouts import rollouts
 from penstock.protocols.mailbox import DeadlineError
-from penstock.protocols.run_lock import holder
+from penstock.protocols.run_lock import came_to, holder
 from penstock.services.runtime.checkpoint_folders import latest
 from penstock.services.runtime.lines import rows_behind
 from penstock.services.runtime.user_folders import VARIABLE, listed

@@ -15,7 +15,8 @@ from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.resume import changes
 from penstock.pipeline.run.start import laid_out
-from penstock.pipeline.run.summary import read_summary, steps_of
+from penstock.pipeline.run.summary import steps_of
+from penstock.protocols.run_lock import read_summary
 
 PLAIN = ["trainer.algorithm.loss={type: reinforce}", "trainer.algorithm.kl.coefficient=0"]
 CORRECTIONS = {

@@ -12,8 +12,8 @@ import typer
 
 from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.report.console import OwnConsole, RunConsole
-from penstock.pipeline.run.summary import read_summary
 from penstock.pipeline.tools.arguments import OVERRIDES
+from penstock.protocols.run_lock import read_summary
 
 launch = typer.Typer(no_args_is_help=True, help="Start a run on a cluster: Slurm, Ray, Kubernetes.")
 

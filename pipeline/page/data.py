@@ -15,7 +15,8 @@ from typing import Any
 from penstock.pipeline.config import Config, ConfigError, dump, load
 from penstock.pipeline.page.alerts import READ, alerts, sessions
 from penstock.pipeline.page.beats import Beats
-from penstock.pipeline.run.summary import finite, read_summary, steps_in
+from penstock.pipeline.run.summary import finite, steps_in
+from penstock.protocols.run_lock import read_summary
 from penstock.services.runtime.lines import lines_behind, parsed, rows_behind
 from penstock.services.runtime.plugins import describe
 

@@ -14,8 +14,9 @@ from penstock.pipeline.page.build import write
 from penstock.pipeline.run.folder import make_folder, run_name
 from penstock.pipeline.run.lock import is_at_work
 from penstock.pipeline.run.resume import committed
-from penstock.pipeline.run.summary import finite, mean_of_last, read_summary, rounded, steps_of, summarize
+from penstock.pipeline.run.summary import finite, mean_of_last, rounded, steps_of, summarize
 from penstock.protocols.messages import LedgerReply
+from penstock.protocols.run_lock import read_summary
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.files import write_whole
 

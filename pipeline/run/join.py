@@ -20,12 +20,12 @@ from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.folder import address_of, client_file, run_key
 from penstock.pipeline.run.forking import fork_server
 from penstock.pipeline.run.launcher import BROKER_SILENT_S, CHECKPOINT_S, DRAIN_S, STATUS_EVERY_S, RunError, ends
-from penstock.pipeline.run.lock import came_to
 from penstock.pipeline.run.serve import environment
-from penstock.pipeline.run.summary import check_run, read_summary
+from penstock.pipeline.run.summary import check_run
 from penstock.pipeline.run.supervisor import Supervisor
 from penstock.protocols import keys
 from penstock.protocols.mailbox import DeadlineError, Mailbox, RefusedError
+from penstock.protocols.run_lock import came_to, read_summary
 from penstock.services.runtime import logs, registry
 from penstock.services.runtime.gpus import visible_gpus
 from penstock.services.runtime.registry import ActorSpec

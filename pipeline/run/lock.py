@@ -9,13 +9,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import psutil
 
 from penstock.pipeline.config import ConfigError
-from penstock.pipeline.run.summary import read_summary
-from penstock.protocols.run_lock import LOCK, holder, is_of_before, machine
+from penstock.protocols.run_lock import LOCK, holder, machine, read_summary
 
 RETRY_S = 1.0
 LIVE_S = 10.0
@@ -62,12 +61,6 @@ def held(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
             yield
         finally:
             file.truncate(0)
-
-
-def came_to(folder: Path) -> dict[str, Any] | None:
-    """The summary of the run in ``folder`` as it is now: None while it is not over, or goes on and looks at its setup
-    yet."""
-    return None if is_of_before(folder, folder / "summary.json") else read_summary(folder)
 
 
 def _take(file: IO[str], folder: Path) -> bool:

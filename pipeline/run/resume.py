@@ -15,7 +15,8 @@ from penstock.pipeline.config.load import read_sections
 from penstock.pipeline.config.origin import Origin, key_of, read
 from penstock.pipeline.config.passwords import HIDDEN, hide_password
 from penstock.pipeline.preflight.steps import counted, done_in
-from penstock.pipeline.run.summary import check_run, read_summary
+from penstock.pipeline.run.summary import check_run
+from penstock.protocols.run_lock import read_summary
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.user_folders import find_files
 

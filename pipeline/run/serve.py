@@ -18,11 +18,11 @@ from penstock.pipeline.resources.placement import is_guest, sharers
 from penstock.pipeline.run import crashes, torchrun
 from penstock.pipeline.run.folder import address_file, keys_folder, model_path, run_key
 from penstock.pipeline.run.last_words import end_run, last_words
-from penstock.pipeline.run.summary import read_summary
 from penstock.protocols import keys
 from penstock.protocols.keys import KeysError
 from penstock.protocols.mailbox import AddressError, DeadlineError
 from penstock.protocols.messages import LedgerReply
+from penstock.protocols.run_lock import read_summary
 from penstock.protocols.wire import ProtocolError
 from penstock.services.runtime import logs, registry
 from penstock.services.runtime.actor import ActorContext, on_stop

@@ -31,16 +31,6 @@ def finite(data: Any) -> Any:
     return json.loads(json.dumps(data), parse_constant=lambda _: None)
 
 
-def read_summary(folder: Path) -> dict[str, Any] | None:
-    """What the run in ``folder`` came to; None while it is not over, or where its file was cut short: a run that is
-    resumed writes it again."""
-    try:
-        found = json.loads((folder / "summary.json").read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
 def steps_of(folder: Path) -> list[dict[str, Any]]:
     """The run's steps from metrics.jsonl, one row a step, in order."""
     return steps_in(each_line(folder / "metrics.jsonl"))

@@ -27,8 +27,8 @@ from penstock.pipeline.run.folder import begin, claim, named, new_folder, run_ke
 from penstock.pipeline.run.lock import held, is_live
 from penstock.pipeline.run.resume import changes, check_fixed, complete, how_to_go_on, resumed
 from penstock.pipeline.run.start import start
-from penstock.pipeline.run.summary import read_summary
-from penstock.protocols.run_lock import holder, machine
+from penstock.protocols.agent_line import Search
+from penstock.protocols.run_lock import holder, machine, read_summary
 from penstock.services.broker.tracker_libraries import run_id
 from penstock.services.runtime.user_folders import FIRST, VARIABLE, find_file
 
@@ -165,6 +165,7 @@ def test_a_summary_that_was_cut_short_is_written_again(folder: Path, text: str) 
     (folder / "summary.json").write_text(text)
     config, _, _ = resumed(folder, None, [])
     assert complete(folder, config) is None and read_summary(folder) is None
+    assert Search(folder, None).look() is None, "agents wait for a gateway"
 
 
 def test_only_one_at_a_time_runs_in_a_folder(folder: Path) -> None:

@@ -21,8 +21,9 @@ from penstock.pipeline.run.finish import conclude
 from penstock.pipeline.run.launcher import InterruptedRunError, RunError
 from penstock.pipeline.run.programs import Programs
 from penstock.pipeline.run.resume import complete, resumed
-from penstock.pipeline.run.summary import WINDOW, finite, read_summary
+from penstock.pipeline.run.summary import WINDOW, finite
 from penstock.protocols.messages import LedgerReply
+from penstock.protocols.run_lock import read_summary
 
 TOTALS = (
     "lag_max", "tokens_lagging", "trained_tokens", "leased", "finished", "trained", "groups_without_variance",

@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from penstock.pipeline.run.join import FailedError, join
-from penstock.pipeline.run.lock import came_to
+from penstock.protocols.run_lock import came_to
 from tests import warm
 
 CONFIG = """
