@@ -116,8 +116,7 @@ class World:
             slots *= int(engine.vllm.get("data_parallel_size", 1))
         slots = min(slots, costs.most_sequences or slots)
         together = isinstance(engine, TorchEngineConfig)
-        fit = max(1, slots // self._n)
-        limit = config.rollout.groups_in_flight or fit + (fit + 1) // 2
+        limit = config.rollout.most_groups(slots, self._n)
         self._rollouts: list[Rollout] = []
         for number in range(config.rollout.count):
             made = VirtualEngine(self.clock, costs, slots, together, partial(self._finished, number))

@@ -254,6 +254,12 @@ class RolloutConfig(Section):
     what it was at is given to others, and it is started again, e.g. ``120`` on a GPU, where a step takes less than a
     second."""
 
+    def most_groups(self, sequences: int, group: int) -> int:
+        """Groups of ``group`` trajectories that a rollout may hold whose engine decodes so many ``sequences`` at once:
+        `groups_in_flight`, or those that the engine has room for, and half as many again in its queue."""
+        fit = max(1, sequences // group)
+        return self.groups_in_flight or fit + (fit + 1) // 2
+
     @property
     def all_environments(self) -> dict[str, EnvironmentConfig]:
         """By the source whose prompts are played in it; "": those of all others."""

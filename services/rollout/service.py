@@ -243,9 +243,8 @@ class Rollout:
             self._outbox.say(answer_of(*made))
 
     def _limit(self) -> int:
-        """Groups that may be in flight: those that the engine has room for, and half as many again in its queue."""
-        fit = max(1, self.engine.capacity // self._group_size)
-        return self._config.groups_in_flight or fit + (fit + 1) // 2
+        """Groups that may be in flight."""
+        return self._config.most_groups(self.engine.capacity, self._group_size)
 
     def _swap_waiting(self, awake: bool) -> None:
         """What is prepared serves, unless the engine is asleep, or has to end something first."""
