@@ -20,7 +20,7 @@ from penstock.pipeline.resources.trainer_memory import (
 from penstock.services.critic.config import shares_devices
 from penstock.services.learning.config import LearnerConfig
 from penstock.services.modeling.decoder_shape import SEEN_BYTES, Shape
-from penstock.services.rollout.config import VLLM_DEFAULT, NoEngineConfig, PluginEngineConfig, TorchEngineConfig
+from penstock.services.rollout.config import NoEngineConfig, PluginEngineConfig, TorchEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.trainer.config import LoraConfig, TrainerConfig
 
@@ -157,8 +157,7 @@ def _plan_rollouts(config: Config, shape: Shape, weights: float, found: Plan) ->
     if isinstance(engine, TorchEngineConfig):
         _plan_embedded(config, shape, found)
         return
-    options = engine.vllm
-    tensor, stages = int(options.get("tensor_parallel_size", 1)), int(options.get("pipeline_parallel_size", 1))
+    tensor, stages = (int(engine.vllm.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline"))
     if not shape.deals(tensor):
         found.problems.append(
             f"rollout.engine.vllm.tensor_parallel_size={tensor} does not divide {shape.heads} heads and "
@@ -168,8 +167,7 @@ def _plan_rollouts(config: Config, shape: Shape, weights: float, found: Plan) ->
     gpus = registry.actors(config)["rollout"].gpus(config)
     line = f"rollouts: {config.rollout.count} x {gpus} GPUs, {each:.1f} GiB of weights on each"
     if room:
-        share = float(options.get("gpu_memory_utilization", VLLM_DEFAULT))
-        tokens = int(kv_tokens(shape, room * share, tensor, stages, length=engine.max_length))
+        tokens = int(kv_tokens(shape, room * engine.share, tensor, stages, length=engine.max_length))
         line += (
             f", room for the KV of {tokens:,} tokens: {tokens // engine.max_length} sequences of {engine.max_length:,}"
         )
@@ -305,7 +303,7 @@ def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> N
                 f"of a GPU's {room:g} are taken; {_fewer(config, shape, room - beside)}"
             )
         return
-    share = float(engine.vllm.get("gpu_memory_utilization", VLLM_DEFAULT))
+    share = engine.share
     found.lines.append(f"at rest: an engine in {share:g} of each GPU, beside {beside:.1f} GiB of {others}")
     if share * room + beside > room:
         fits = int(max(0.0, 1 - beside / room) / SHARE_STEP) * SHARE_STEP

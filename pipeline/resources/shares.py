@@ -18,7 +18,7 @@ from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import is_guest, sharers
 from penstock.pipeline.resources.readers import reference_gib, scorer_gib
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
-from penstock.services.rollout.config import VLLM_DEFAULT, TorchEngineConfig, VllmEngineConfig
+from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 
 UTILIZATION = "rollout.engine.vllm.gpu_memory_utilization"
 SEQUENCES = "rollout.engine.max_sequences"
@@ -76,7 +76,7 @@ def _share(config: Config, actor: str, size: float) -> float:
     kind = actor.partition("-")[0]
     engine = config.rollout.engine
     if kind == "rollout" and isinstance(engine, VllmEngineConfig):
-        return float(engine.vllm.get("gpu_memory_utilization", VLLM_DEFAULT))
+        return engine.share
     need: float | None = None
     if kind == "rollout" and shape and isinstance(engine, TorchEngineConfig):
         need = embedded_gib(config, shape)

@@ -20,7 +20,7 @@ from penstock.pipeline.resources.search import BANDWIDTH_SHARE, critic_rest_s, c
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, LINK_SHARE, forward_s, switch_s, train_s
 from penstock.pipeline.resources.trainer_memory import version_bytes
 from penstock.services.modeling.decoder_shape import Shape
-from penstock.services.rollout.config import VLLM_DEFAULT, PluginEngineConfig, VllmEngineConfig
+from penstock.services.rollout.config import PluginEngineConfig, VllmEngineConfig
 from penstock.services.runtime.gpu_kinds import Device
 from penstock.services.runtime.settings import Section
 
@@ -156,9 +156,9 @@ def save(costs: Costs, path: Path) -> None:
 def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt: float) -> Costs:
     """On paper: rooflines, as `penstock plan` counts them. Raises `ConfigError` where an engine has no room."""
     engine = config.rollout.engine
-    options = engine.vllm if isinstance(engine, VllmEngineConfig) else {}
-    tensor, stages, data = (int(options.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "data"))
-    share = float(options.get("gpu_memory_utilization", VLLM_DEFAULT))
+    vllm = engine if isinstance(engine, VllmEngineConfig) else VllmEngineConfig()
+    tensor, stages = (int(vllm.vllm.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline"))
+    data, share = vllm.replicas, vllm.share
     weights, bandwidth = shape.parameters * shape.served_bytes, device.gb_s * 1e9 * BANDWIDTH_SHARE
     # Of a step's sequences each data-parallel engine has a part, and each stage of it has a part of those at a time.
     parts = data * stages

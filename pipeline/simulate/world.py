@@ -113,7 +113,7 @@ class World:
         if config.run.deterministic:  # each group is decoded alone
             slots = self._n
         if isinstance(engine, VllmEngineConfig):
-            slots *= int(engine.vllm.get("data_parallel_size", 1))
+            slots *= engine.replicas
         slots = min(slots, costs.most_sequences or slots)
         together = isinstance(engine, TorchEngineConfig)
         limit = config.rollout.most_groups(slots, self._n)

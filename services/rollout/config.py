@@ -93,6 +93,16 @@ class VllmEngineConfig(Section):
         none."""
         return next((name for name in VLLM_SIZES if self.vllm.get(name) not in (None, "auto")), None)
 
+    @property
+    def share(self) -> float:
+        """Of a GPU's memory, what it takes."""
+        return float(self.vllm.get("gpu_memory_utilization", VLLM_DEFAULT))
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel ranks, each of which decodes so many as `max_sequences`."""
+        return int(self.vllm.get("data_parallel_size", 1))
+
 
 VLLM_RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """Engine arguments of vLLM whose product is its GPUs."""
