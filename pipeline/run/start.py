@@ -32,7 +32,7 @@ from penstock.pipeline.run.programs import Programs, of_their_own, started, too_
 from penstock.pipeline.run.resume import STORE, committed, complete, how_to_go_on, resumed
 from penstock.services.runtime.plain import plain, visible
 
-COMPLETE, FAILED, SETUP, INTERRUPTED = 0, 1, 2, 130
+COMPLETE, FAILED, INTERRUPTED = 0, 1, 130
 """Exit codes. A setup error, something that a better config mends and that is found before anything starts, is raised,
 and becomes 2 in `pipeline.cli`."""
 

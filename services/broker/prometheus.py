@@ -47,7 +47,7 @@ class Exporter(Collector):
         registry.register(self)
         host, _, port = address.rpartition(":")
         try:
-            self._server, self._thread = start_http_server(int(port), host or "127.0.0.1", registry)
+            self._server, _ = start_http_server(int(port), host or "127.0.0.1", registry)
             self._server.RequestHandlerClass.timeout = SILENT_S  # type: ignore[attr-defined]
         except (OSError, ValueError, OverflowError) as error:
             raise SetupError(f"run.prometheus: cannot listen at {address}: {error}; choose another port") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import structlog
 
 from penstock.protocols.columns import REWARD, Column, WeightedSum
 from penstock.protocols.experience import Purpose, mean_by_session, sessions_of
@@ -17,8 +16,6 @@ from penstock.services.broker.rules.filtering import why_filtered
 from penstock.services.broker.rules.replay_buffer import Replay
 from penstock.services.broker.state import BrokerState
 from penstock.services.broker.tally import Tally
-
-log = structlog.get_logger()
 
 LEAST_VALUES = 2
 """A group in which fewer trajectories have a reward teaches nothing."""

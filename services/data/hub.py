@@ -31,7 +31,7 @@ class HubSource(PromptSource):
 
     def __init__(self, config: HubData, key: str) -> None:
         need("datasets", "data", key)
-        self._config, self._key = config, key
+        self._config = config
         found = _files(config, key)
         self._beside = list({file.parent: file for files in reversed(found) for file in reversed(files)}.values())
         rows = _load(config, key, found)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import structlog
 import torch
 
 from penstock.protocols.columns import ColumnTable
@@ -40,8 +39,6 @@ from penstock.services.trainer.self_teacher import SelfTeacher
 from penstock.services.turns.tokenizer import Tokenizer
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.sender.shard_exporter import ShardExporter
-
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
