@@ -31,6 +31,8 @@ from penstock.pipeline.config.type_words import is_list, is_map, kind, limits, l
 
 REQUIRED = "required"
 """What stands where a default would, for a key that has none."""
+NEAREST = 3
+"""So many keys may have been meant by one that there is not."""
 
 
 class UndescribedError(TypeError):
@@ -117,7 +119,7 @@ def same_name(path: str) -> list[str]:
     return sorted(same, key=lambda known: (-difflib.SequenceMatcher(None, wanted, known).ratio(), known))
 
 
-def nearest(path: str, count: int = 3) -> list[str]:
+def nearest(path: str) -> list[str]:
     """The keys that ``path`` may have meant: one that has its last name, those that look like it,
     then those whose last name does."""
     paths = list(dict.fromkeys(key.path for key in walk()))
@@ -125,9 +127,9 @@ def nearest(path: str, count: int = 3) -> list[str]:
     names: dict[str, list[str]] = {}
     for known in paths:
         names.setdefault(known.rpartition(".")[2], []).append(known)
-    close = difflib.get_close_matches(wanted, paths, count, 0.75)
-    alike = [known for name in difflib.get_close_matches(wanted, names, count, 0.75) for known in names[name]]
-    return list(dict.fromkeys([*same[:1], *close, *same, *alike]))[:count]
+    close = difflib.get_close_matches(wanted, paths, NEAREST, 0.75)
+    alike = [known for name in difflib.get_close_matches(wanted, names, NEAREST, 0.75) for known in names[name]]
+    return list(dict.fromkeys([*same[:1], *close, *same, *alike]))[:NEAREST]
 
 
 def _without_positions(path: str) -> str:

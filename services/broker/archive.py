@@ -37,7 +37,7 @@ class Archive:
         data = wire.pack(row)
         write_whole(self._path(batch.step), data, durable=True)
         if isinstance(self._keep, int):
-            remove_numbered(self._folder, "step-", ".msgpack", batch.step - self._keep)
+            remove_numbered(self._folder, "step-", batch.step - self._keep)
 
     def _path(self, step: int) -> Path:
         return _file(self._folder, step)

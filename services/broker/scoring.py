@@ -74,7 +74,7 @@ def complete(state: BrokerState) -> None:
         if entry.trajectories < state.settings.sampling.trajectories:
             state.payloads.forget(("train", number))
             reason = f"{entry.trajectories} answers were made, and more are asked for now"
-            state.groups.without_failure(number, reason, "too_old")
+            state.groups.without_failure(number, reason)
     for number, entry in list(state.groups.replay.entries.items()):
         for total in state.settings.columns.trained_sums:
             here = number in state.groups.replay.entries and not total.terms.keys() & entry.needs

@@ -50,6 +50,6 @@ def read_shape(folder: Path, key: str) -> AdapterShape:
         raise SetupError(f"{key}: cannot read {path}: {type(error).__name__}: {error}") from error
 
 
-def write_base(folder: Path, quantize: str, dtype: str) -> None:
-    """Says beside the adapter in ``folder`` how its model's matrices lay, and what they were read from."""
-    (folder / BASE).write_text(json.dumps({"quantize": quantize, "dtype": dtype}) + "\n")
+def write_base(folder: Path, dtype: str) -> None:
+    """Says beside the adapter in ``folder`` that its model's matrices lay in 4 bits, and what they were read from."""
+    (folder / BASE).write_text(json.dumps({"quantize": "nf4", "dtype": dtype}) + "\n")

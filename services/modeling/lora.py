@@ -361,4 +361,4 @@ class Adapted:
         (folder / CONFIG).write_text(json.dumps(about | {"inference_mode": True}, indent=2, default=str) + "\n")
         base = next(iter(self._layers.values())).base_layer
         if isinstance(base, FourBitLinear):
-            write_base(folder, "nf4", str(base.dtype).removeprefix("torch."))
+            write_base(folder, str(base.dtype).removeprefix("torch."))

@@ -47,13 +47,13 @@ def let_read(folder: Path) -> None:
         path.chmod(rights)
 
 
-def remove_numbered(folder: Path, before: str, behind: str, number: int) -> None:
-    """Removes the file called ``before``, ``number`` in six digits, ``behind``; and those of lower numbers, which are
+def remove_numbered(folder: Path, before: str, number: int) -> None:
+    """Removes the file called ``before``, ``number`` in six digits, ``.msgpack``; and those of lower numbers, which are
     there where more were kept until now."""
-    (folder / f"{before}{number:06d}{behind}").unlink(missing_ok=True)
-    if number > 0 and (folder / f"{before}{number - 1:06d}{behind}").exists():
-        for path in folder.glob(f"{before}*{behind}"):
-            own = path.name.removeprefix(before).removesuffix(behind)
+    (folder / f"{before}{number:06d}.msgpack").unlink(missing_ok=True)
+    if number > 0 and (folder / f"{before}{number - 1:06d}.msgpack").exists():
+        for path in folder.glob(f"{before}*.msgpack"):
+            own = path.stem.removeprefix(before)
             if own.isdigit() and int(own) < number:
                 path.unlink(missing_ok=True)
 

@@ -29,7 +29,7 @@ def write(folder: Path, number: int, keep: int | Literal["all"], groups: Mapping
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(_file(folder, number), wire.pack({"step": number, "groups": rows}))
     if keep != "all":
-        remove_numbered(folder, "judged-", ".msgpack", number - keep)
+        remove_numbered(folder, "judged-", number - keep)
 
 
 def read(folder: Path, number: int) -> Judged:

@@ -44,8 +44,8 @@ def test_of_numbered_files_the_last_ones_stay_however_many_there_were(tmp_path: 
     for number in range(12):
         (tmp_path / f"step-{number:06d}.msgpack").touch()
     (tmp_path / "judged-000000.msgpack").touch()
-    files.remove_numbered(tmp_path, "step-", ".msgpack", -3)
+    files.remove_numbered(tmp_path, "step-", -3)
     assert len(list(tmp_path.iterdir())) == 13
-    files.remove_numbered(tmp_path, "step-", ".msgpack", 9)
+    files.remove_numbered(tmp_path, "step-", 9)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"step-000010.msgpack", "step-000011.msgpack", "judged-000000.msgpack"}

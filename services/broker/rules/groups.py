@@ -131,7 +131,7 @@ class GroupTracker:
         resumed run has lowered, or because its engine does not do as it was told."""
         if number in self.leases.open and 0 <= oldest < (required := self.gate.required_version(number)):
             reason = f"from version {oldest}, and version {required} is the oldest that is allowed"
-            self.without_failure(number, reason, "too_old")
+            self.without_failure(number, reason)
             return False
         oldest = max(oldest, 0)
         lease = self.leases.close(number)
@@ -175,10 +175,10 @@ class GroupTracker:
         self.filtered[verdict.why] += 1
         self._journal.put("counters", "filtered", dict(self.filtered))
 
-    def without_failure(self, number: int, reason: str, kind: DropKind) -> None:
-        """It is dropped, and nobody has failed."""
+    def without_failure(self, number: int, reason: str) -> None:
+        """It is of before, and no use now: it is dropped, and nobody has failed."""
         failures = self.consecutive_drops
-        self.drop(number, reason, kind)
+        self.drop(number, reason, "too_old")
         self.consecutive_drops = failures
 
     def _count_forgotten(self, drops: int) -> None:
