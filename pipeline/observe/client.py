@@ -19,7 +19,7 @@ from penstock.pipeline.run.folder import address_of, client_file
 from penstock.protocols.connection import is_address
 from penstock.protocols.keys import ClientKeys, load_client
 from penstock.protocols.mailbox import DeadlineError, Mailbox, RefusedError, incarnation_of
-from penstock.protocols.messages import Bye, Heartbeat, Hello, Status, StatusRequest
+from penstock.protocols.messages import ENDED, Bye, Heartbeat, Hello, Status, StatusRequest
 from penstock.protocols.run_lock import holder
 
 DEADLINE_S = 5.0
@@ -128,7 +128,7 @@ def follow(
         with View(console, f"penstock {now['run']}") as view:
             while True:
                 view.update(now, now["restarts"])
-                if now["phase"] in ("done", "stopping"):
+                if now["phase"] in ENDED:
                     return
                 time.sleep(EVERY_S)
                 try:

@@ -25,6 +25,7 @@ from penstock.pipeline.run.summary import check_run
 from penstock.pipeline.run.supervisor import Supervisor
 from penstock.protocols import keys
 from penstock.protocols.mailbox import DeadlineError, Mailbox, RefusedError
+from penstock.protocols.messages import ENDED
 from penstock.protocols.run_lock import came_to, read_summary
 from penstock.services.runtime import logs, registry
 from penstock.services.runtime.gpus import visible_gpus
@@ -35,8 +36,6 @@ OTHER_S = 15.0
 """More than somebody is missed after."""
 RETRY_S = 1.0
 """Between two looks for a broker."""
-OVER = ("done", "stopping")
-"""Phases of a run in which nobody joins it any more."""
 
 
 def join(
@@ -145,7 +144,7 @@ class _Join:
         mailbox, at_work = None, False
         try:
             mailbox = client.join(self._address, pair)
-            at_work = client.state(mailbox, self._folder)["phase"] not in OVER
+            at_work = client.state(mailbox, self._folder)["phase"] not in ENDED
             self._other = None
         except DeadlineError:
             pass
@@ -260,7 +259,7 @@ class _Join:
             for name, lost_s in state["lost"].items():
                 if name != waits:
                     supervisor.end_wedged(name, lost_s)
-            if state["phase"] in OVER:
+            if state["phase"] in ENDED:
                 self._drain(supervisor, learns)
                 return
             time.sleep(STATUS_EVERY_S)

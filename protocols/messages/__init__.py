@@ -38,7 +38,15 @@ from penstock.protocols.messages.membership import (
     Waits,
     Welcome,
 )
-from penstock.protocols.messages.observing import LedgerReply, LedgerRequest, Status, StatusRequest, StopRun
+from penstock.protocols.messages.observing import (
+    ENDED,
+    LedgerReply,
+    LedgerRequest,
+    Phase,
+    Status,
+    StatusRequest,
+    StopRun,
+)
 from penstock.protocols.messages.publishing import (
     Bucket,
     Canary,
@@ -77,6 +85,7 @@ from penstock.protocols.messages.training import (
 )
 
 __all__ = [
+    "ENDED",
     "UNANSWERED",
     "Ack",
     "AgentAbandon",
@@ -126,6 +135,7 @@ __all__ = [
     "Loaded",
     "Message",
     "Note",
+    "Phase",
     "Place",
     "Propose",
     "PublishCost",

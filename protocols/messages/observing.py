@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from penstock.protocols.messages.base import Message
+
+Phase = Literal["starting", "evaluating_before", "training", "evaluating_after", "done", "stopping"]
+"""What a broker is at, as its `Status` says."""
+ENDED: tuple[Phase, ...] = ("done", "stopping")
+"""Phases of a broker that ends in good order: nobody joins its run any more."""
 
 
 class StatusRequest(Message):

@@ -14,7 +14,7 @@ from penstock.services.broker.awaited import WHERE
 from penstock.services.broker.batches import free_covered
 from penstock.services.broker.handlers import Handlers
 from penstock.services.broker.scheduler import Scheduler
-from penstock.services.broker.state import BrokerSettings, BrokerState, Phase
+from penstock.services.broker.state import BrokerSettings, BrokerState
 from penstock.services.broker.status import ledger_state, live_state, stall_reason
 from penstock.services.broker.tally import Tally
 from penstock.services.runtime import failpoint, health
@@ -24,13 +24,9 @@ from penstock.services.runtime.lines import each_line
 
 log = structlog.get_logger()
 
-AWAY_S = 3.0
-"""A turn that began so long after the one before means that this process was stopped."""
 EXPIRE_EVERY_S = 0.2
 WRITE_S = 5.0
 """So often it is written down that there is a broker, whatever it does: the time without one is not the run's."""
-ENDED = ("done", "stopping")
-"""Phases of a broker that ends in good order."""
 STALL_EVERY_S = 1.0
 """Between two looks at what a run waits for."""
 LINGER_S = 10.0
@@ -95,7 +91,7 @@ class Broker:
             progress.training_since += away
         self._extend_deadlines(now)
         scoring.complete(state)
-        progress.totals["taken_up"] += row.get("phase") not in ENDED
+        progress.totals["taken_up"] += row.get("phase") not in m.ENDED
         log.info("took up a run", committed=state.groups.ledger.committed, away_s=round(now - row["at"], 1))
 
     def _remember(self) -> None:
@@ -141,7 +137,7 @@ class Broker:
     def leave(self) -> None:
         """Ends this process alone: another broker takes the run up, unless that is at its end. Safe from a signal
         handler."""
-        self._left = self._state.progress.phase not in ("stopping", "done")
+        self._left = self._state.progress.phase not in m.ENDED
 
     @property
     def state(self) -> dict[str, Any]:
@@ -203,12 +199,12 @@ class Broker:
         if now - self._expire_at >= EXPIRE_EVERY_S:
             self._expire_at = now
             self._expire(now)
-        if progress.stop_reason and progress.phase not in ("stopping", "done"):
+        if progress.stop_reason and progress.phase not in m.ENDED:
             self._enter("stopping")
         state.serve_newest()
         self._advance()
         self._watch_for_stalls(now)
-        if progress.phase in ("stopping", "done"):
+        if progress.phase in m.ENDED:
             if now - self._stop_at > 1.0:  # repeated, in case one was missed
                 self._stop_at = now
                 for member in state.members:
@@ -244,7 +240,7 @@ class Broker:
     def _watch_for_stalls(self, now: float) -> None:
         """Names the group, the actor and the wait when no step completes, and no evaluation before or after them."""
         state, progress = self._state, self._state.progress
-        if progress.phase in ("stopping", "done") or now - progress.at < state.settings.broker.stall_s:
+        if progress.phase in m.ENDED or now - progress.at < state.settings.broker.stall_s:
             progress.stall = None
             return
         if now < self._stall_at:
@@ -258,7 +254,7 @@ class Broker:
     def _excuse(self, now: float) -> None:
         """Where this process itself was stopped for a while, the silence was its own."""
         took, self._turn_at = now - self._turn_at if self._turn_at else 0.0, now
-        if took > AWAY_S:
+        if took > health.AWAY_S:
             log.warning("the broker was away", seconds=round(took, 1))
             self._state.members.excuse(took, now)
             self._extend_deadlines(now)
@@ -319,7 +315,7 @@ class Broker:
         archived = not state.archive.wanted or not state.groups.ledger.covered(state.covered())
         return archived and state.ended_with() >= committed
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: m.Phase) -> None:
         progress = self._state.progress
         log.info("phase", phase=phase, before=progress.phase)
         progress.phase = phase
@@ -329,7 +325,7 @@ class Broker:
                 progress.training_since += now - progress.trained_until
                 progress.trained_until = now
             progress.training_since = progress.training_since or now
-        if phase in ("done", "stopping"):
+        if phase in m.ENDED:
             self._over_since = clock.now()
             progress.stop_reason = progress.stop_reason or "the run is complete"
 

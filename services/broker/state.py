@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import structlog
@@ -53,8 +53,6 @@ from penstock.services.data.prompts import PromptStream
 from penstock.services.runtime.plain import plain
 
 log = structlog.get_logger()
-
-Phase = Literal["starting", "evaluating_before", "training", "evaluating_after", "done", "stopping"]
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class BrokerSettings:
 class Progress:
     """How far the run has come."""
 
-    phase: Phase = "starting"
+    phase: m.Phase = "starting"
     started_at: float = field(default_factory=clock.now)
     training_since: float | None = None
     trained_until: float | None = None

@@ -28,8 +28,6 @@ log = structlog.get_logger()
 JOIN_DEADLINE_S = 60.0
 BROKER_SILENT_S = 60.0
 """An actor that has not heard from the broker for this long ends with an error."""
-AWAY_S = 3.0
-"""A heartbeat that is so late: the process was stopped."""
 STOP_GRACE_S = 20.0
 
 
@@ -199,7 +197,8 @@ class Actor:
 
     def _beat(self) -> Message:
         now = time.monotonic()
-        if (away := now - self._beat_at - self.mailbox.beat_s) > AWAY_S:  # this process was stopped: it heard nobody
+        away = now - self._beat_at - self.mailbox.beat_s
+        if away > health.AWAY_S:  # this process was stopped: it heard nobody
             self.mailbox.heard_at = min(now, self.mailbox.heard_at + away)
         if now - self.mailbox.heard_at > BROKER_SILENT_S:
             log.error("the broker is silent", broker=self.context.broker, silent_s=round(now - self.mailbox.heard_at))

@@ -11,6 +11,8 @@ from pathlib import Path
 
 VARIABLE = "PENSTOCK_HEALTH_FILE"
 EVERY_S = 1.0
+AWAY_S = 3.0
+"""A heartbeat, or a turn of a loop, that is so late means that this process was stopped."""
 
 _path = Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
 _at = 0.0
