@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from penstock.pipeline.config import Config, load
 from penstock.pipeline.resources.model_files import config_file
 from penstock.pipeline.resources.model_shape import shape_of
-from penstock.pipeline.resources.trainer_memory import GIB, at_once, keeps_whole_gradients, of_stage
+from penstock.pipeline.resources.trainer_memory import at_once, keeps_whole_gradients, of_stage
 from penstock.protocols.digests import Gmac
 from penstock.services.learning import muon
 from penstock.services.modeling import attention, head
@@ -45,6 +45,7 @@ from penstock.services.modeling.parallel.fsdp import clip_gradients, forward, sh
 from penstock.services.modeling.parallel.tensor import sum_partial
 from penstock.services.modeling.parallel.world import Shape as Ranks
 from penstock.services.modeling.parallel.world import World
+from penstock.services.runtime.gpus import GIB
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from penstock.services.weights.parts import runs_of

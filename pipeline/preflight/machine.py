@@ -17,7 +17,6 @@ from penstock.pipeline.config.passwords import HIDDEN
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources.host import host_needs, on_trainer_nodes
 from penstock.pipeline.resources.store_size import store_gib
-from penstock.pipeline.resources.trainer_memory import GIB
 from penstock.pipeline.run.folder import keys_folder
 from penstock.pipeline.run.redis_server import find_server
 from penstock.pipeline.run.resume import STORE
@@ -29,6 +28,7 @@ from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime import allowance, registry
 from penstock.services.runtime.address import interface_of, own_address, own_endpoint
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.gpus import GIB
 from penstock.services.runtime.install import install
 from penstock.services.weights.transports import shared_memory
 from penstock.services.weights.transports.shared_memory import SEGMENTS, directory

@@ -10,7 +10,6 @@ from penstock.pipeline.config import Config
 from penstock.pipeline.resources.model_shape import critic_shape, shape_of
 from penstock.pipeline.resources.placement import sharers
 from penstock.pipeline.resources.trainer_memory import (
-    GIB,
     at_once,
     frozen_bytes,
     state_bytes,
@@ -25,6 +24,7 @@ from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.runtime.custom_scorer import ScorerConfig
+from penstock.services.runtime.gpus import GIB
 from penstock.services.runtime.registry import ActorSpec
 from penstock.services.weights.transports.shared_memory import SEGMENTS
 

@@ -11,7 +11,6 @@ from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.model_shape import critic_shape, shape_of, tiny_shape
 from penstock.pipeline.resources.readers import readers_each, reference_gib, scorer_gib, shorter, uncounted
 from penstock.pipeline.resources.trainer_memory import (
-    GIB,
     OVERHEAD_GIB,
     Staged,
     trainer_gib,
@@ -22,6 +21,7 @@ from penstock.services.learning.config import LearnerConfig
 from penstock.services.modeling.decoder_shape import SEEN_BYTES, Shape
 from penstock.services.rollout.config import NoEngineConfig, PluginEngineConfig, TorchEngineConfig
 from penstock.services.runtime import registry
+from penstock.services.runtime.gpus import GIB
 from penstock.services.trainer.config import LoraConfig, TrainerConfig
 
 SHARE_STEP = 0.05

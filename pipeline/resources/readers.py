@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.resources.model_shape import shape_of
-from penstock.pipeline.resources.trainer_memory import FOUR_BIT_BYTES, GIB, LOGITS_GIB, OVERHEAD_GIB, coded_matrices
+from penstock.pipeline.resources.trainer_memory import FOUR_BIT_BYTES, LOGITS_GIB, OVERHEAD_GIB, coded_matrices
 from penstock.protocols.versions import DTYPE_BYTES
 from penstock.services.modeling.decoder_shape import Shape
+from penstock.services.runtime.gpus import GIB
 
 BATCH, LONGEST = 8192, 8192
 """Of the built-in scorers, `tokens_per_batch` and `max_length` where nothing else is said."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.resources.model_shape import shape_of
-from penstock.pipeline.resources.trainer_memory import GIB
+from penstock.services.runtime.gpus import GIB
 
 TOKEN_BYTES = 17
 """Of a token: its id, log-probability, version, mask, and what a column of tokens has for it, as groups are packed."""

@@ -10,10 +10,10 @@ from penstock.services.learning.adapter_config import AdapterConfig
 from penstock.services.learning.config import GRADIENT_SHARE, LearnerConfig, OptimizerConfig
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.modeling.layer_sizes import Linear, Matrix
+from penstock.services.runtime.gpus import GIB
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.weights.config import GPU_BUCKET_MB
 
-GIB = float(1 << 30)
 CHUNK = 64
 """Tokens whose scores linear attention makes at once."""
 OVERHEAD_GIB = 1.5

@@ -8,10 +8,11 @@ from typing import TypeVar
 import structlog
 import torch
 
+from penstock.services.runtime.gpus import GIB
+
 log = structlog.get_logger()
 
 T = TypeVar("T")
-GIB = float(1 << 30)
 LEAST_TOKENS = 256
 """A micro-batch that is smaller is not tried."""
 

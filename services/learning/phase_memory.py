@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import psutil
 import torch
 
-GIB = float(1 << 30)
+from penstock.services.runtime.gpus import GIB
 
 
 class PhaseMemory:

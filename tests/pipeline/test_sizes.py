@@ -14,13 +14,14 @@ from penstock.pipeline.config import load
 from penstock.pipeline.resources.host import host_needs
 from penstock.pipeline.resources.memory import critic_gib, kv_tokens, plan
 from penstock.pipeline.resources.model_shape import critic_shape, shape_of
-from penstock.pipeline.resources.trainer_memory import GIB, trainer_parts
+from penstock.pipeline.resources.trainer_memory import trainer_parts
 from penstock.services.modeling.decoder_shape import Shape, described_by
 from penstock.services.modeling.experts import experts_of, mixture_layers
 from penstock.services.modeling.families import LATENT, LINEAR, PLAIN, STAGED, TIED, UNCOUNTED
 from penstock.services.modeling.lengths import positions_of
 from penstock.services.modeling.load import load_config, with_head
 from penstock.services.modeling.towers import towers
+from penstock.services.runtime.gpus import GIB
 from tests import families
 
 QWEN = Path("pipeline/resources/models/Qwen--Qwen3-8B/config.json")

@@ -11,7 +11,7 @@ from penstock.pipeline.config import load
 from penstock.pipeline.preflight.machine import _look_at_disk
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources.host import host_needs
-from penstock.pipeline.resources.trainer_memory import GIB
+from penstock.services.runtime.gpus import GIB
 from tests.e2e.runs import QUICKSTART, ROOT
 
 PRETRAINED = ROOT / "configs" / "grpo-0.5b.yaml"
