@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from penstock.protocols.columns import AGENT
+from penstock.protocols.experience import Trajectory
 
 MOST = 32
 """Of a session, or of a turn of an environment's."""
@@ -42,3 +45,12 @@ def mean_over_sessions(measured: Iterable[tuple[int, Mapping[str, float]]]) -> d
         for name, value in metrics.items():
             found.setdefault(name, {})[session] = value
     return {name: sum(values.values()) / len(values) for name, values in found.items()}
+
+
+def of_answers(answers: Sequence[Trajectory], sessions: Sequence[int]) -> dict[str, float]:
+    """What environments and agents have made of ``answers``, with the session of each: the mean of their ``turns``, and
+    of what was measured, over sessions, as ``agent/NAME``."""
+    turns = [len(answer.turns) for answer in answers if answer.turns]  # others were answered once
+    found = {"turns": sum(turns) / len(turns)} if turns else {}
+    measured = mean_over_sessions(zip(sessions, (answer.metrics for answer in answers), strict=True))
+    return found | {f"{AGENT}{name}": value for name, value in measured.items()}

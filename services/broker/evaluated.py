@@ -6,9 +6,9 @@ import numpy as np
 import regex
 import structlog
 
-from penstock.protocols.columns import AGENT, REWARD, SOURCE
+from penstock.protocols.columns import REWARD, SOURCE
 from penstock.protocols.experience import ExperienceError, Group, Purpose, Trajectory, mean_by_session, sessions_of
-from penstock.protocols.measured import mean_over_sessions
+from penstock.protocols.measured import of_answers
 from penstock.protocols.packed_groups import unpack_group
 from penstock.protocols.wire import WireError
 from penstock.services.broker.by_trajectory import by_trajectory
@@ -74,10 +74,7 @@ def _parts(each: dict[str, np.ndarray], group: Group | None, sessions: np.ndarra
     answers = group.trajectories
     found["response_tokens"] = float(np.mean([t.sampled for t in answers]))
     found["finished_share"] = float(np.mean([t.finish == "stop" for t in answers]))
-    if turns := [len(t.turns) for t in answers if t.turns]:  # others were answered once
-        found["turns"] = float(np.mean(turns))
-    measured = mean_over_sessions(zip(sessions.tolist(), (t.metrics for t in answers), strict=True))
-    return found | {f"{AGENT}{name}": value for name, value in measured.items()}
+    return found | of_answers(answers, sessions.tolist())
 
 
 def _of_source(source: str, reward: float, scores: dict[str, float]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.protocols.agent_client import AsyncAgentSession
+from penstock.protocols.measured import added
 from penstock.services.data import need
 from penstock.services.players.base import NO_ROOM, Played, PlayError
 
@@ -62,9 +63,7 @@ class VerifiersPlayer:
             raise PlayError(f"an episode of several agents that are worth different rewards ({told}), added up to one")
         metrics: dict[str, float] = {}
         for trace in episode.traces:
-            for name, value in trace.metrics.items():
-                if value is not None:
-                    metrics[name] = metrics.get(name, 0.0) + float(value)
+            metrics = added(metrics, {name: float(value) for name, value in trace.metrics.items() if value is not None})
         truncated = ended or any(trace.is_truncated for trace in episode.traces)
         return Played(sum(worth.values()), metrics, truncated=truncated)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.protocols.columns import AGENT, REFERENCE, REWARD, SOURCE
+from penstock.protocols.columns import REFERENCE, REWARD, SOURCE
 from penstock.protocols.experience import mean_by_session
-from penstock.protocols.measured import mean_over_sessions
+from penstock.protocols.measured import of_answers
 from penstock.services.learning.batch import TrainingBatch
 
 OF_ANY = (
@@ -104,12 +104,9 @@ def _turns(step: TrainingBatch) -> dict[str, float]:
     found = {}
     if step.greedy is not None and np.isfinite(step.greedy).any():
         found["reward_greedy"] = float(np.nanmean(step.greedy))
-    if turns := [len(t.turns) for t in step.trajectories if t.turns]:  # others were answered once
-        found["turns"] = float(np.mean(turns))
     if (sessions := len(np.unique(step.sessions))) < len(step.trajectories):
         found["branches"] = len(step.trajectories) / sessions
-    measured = mean_over_sessions(zip(step.sessions.tolist(), (t.metrics for t in step.trajectories), strict=True))
-    return found | {f"{AGENT}{name}": value for name, value in measured.items()}
+    return found | of_answers(step.trajectories, step.sessions.tolist())
 
 
 def _by_source(step: TrainingBatch) -> dict[str, float]:
