@@ -75,7 +75,7 @@ class TurnRequest(Message):
 
 
 class TurnAnswer(Message):
-    """broker → gateway: `turns.pack_answer`, or why the engine never will answer."""
+    """broker → gateway: `turns.answers.pack_answer`, or why the engine never will answer."""
 
     answer: Bytes
     error: str = ""

@@ -33,7 +33,9 @@ from penstock.services.runtime.actor import Actor, ActorContext
 
 log = structlog.get_logger()
 
-TAIL_STEPS = 2
+REMEMBERED = 2
+"""Steps whose groups it knows, from its checkpoint too: by those of the last one the broker sees whether that step was
+taken anew since, with others."""
 
 
 class Critic:
@@ -125,7 +127,7 @@ class Critic:
             metrics = self._steps.train(batch, say)
         failpoint.reach("critic-trained", batch.step)
         digest = self._steps.digest()
-        self._tail = [*self._tail, {"step": batch.step, "groups": [g.number for g in batch.groups]}][-TAIL_STEPS:]
+        self._tail = [*self._tail, {"step": batch.step, "groups": [g.number for g in batch.groups]}][-REMEMBERED:]
         self.actor.version = self._learner.version
         metrics |= {"critic_step": float(batch.step)}
         metrics |= {"critic_turn_wait_s": self._shift.waited_s} if self._shift else {}

@@ -71,8 +71,8 @@ class StepDesk:
 
     def take(self, step: int, after: Sequence[int] = ()) -> Batch | Skip | None:
         """The batch of ``step``, or which step a learner that follows the trainer is to go on with; None when the run
-        is over, or the learner is to stop. ``after`` are the groups of
-        the step before, where it knows. A wait that lasts is logged with its reason."""
+        is over, or the learner is to stop. ``after`` are the groups of the step before, where it knows. A wait that
+        lasts is logged with its reason."""
         waited, deadline_s = time.monotonic(), TAKE_DEADLINE_S
         while True:
             try:
