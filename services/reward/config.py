@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
@@ -75,6 +75,10 @@ class FunctionConfig(Section):
     ``finish_reason`` and all else that is of one answer are lists then, and so is what it returns: a number for each,
     or None where it has none. One that takes ``completions`` is called as TRL does it: with ``prompts`` and the row's
     columns, all of them lists."""
+    branches: Literal["last", "each"] = "last"
+    """Of an agent's session that has several branches: ``last`` judges where it came to, once, and all have that;
+    ``each`` judges every one by its own end, and the session's reward is the mean, which punishes an agent for handing
+    over, or for making its history shorter, where what it had come to by then is no answer."""
     last_turn: bool | None = None
     """Of a task of several turns ``response`` is the last alone, e.g. ``true``, and not all of them with what the
     environment said between them. null: so for the built-in functions that compare an answer with the truth, and for

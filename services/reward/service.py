@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from penstock.protocols.experience import Trajectory
+from penstock.protocols.experience import Trajectory, sessions_of
 from penstock.services.reward.config import ENVIRONMENT, FunctionConfig, RewardConfig
 from penstock.services.reward.function import of_prompt
 from penstock.services.reward.groups import apart, together
@@ -57,14 +57,17 @@ class Reward:
     def score(self, tasks: Sequence[ScoringTask], answer: Answer) -> Sequence[ScoringTask]:
         """Submits all calls, and returns at once."""
         for task in tasks:
-            offered = {k: _offered(task, k) for k, t in enumerate(task.group.trajectories) if not t.failure}
+            every = task.group.trajectories
+            offered = {k: _offered(task, k) for k, t in enumerate(every) if not t.failure}
+            last = last_of_session(every)
             for column in dict.fromkeys(self._written_by[wanted] for wanted in task.wanted):
                 if column not in self._pools:
                     self._pass_on(task, column, answer)
                     continue
                 pool, function = self._pools[column], self._functions[column]
-                asked = {k: _as_asked(function, task, k, mine) for k, mine in offered.items()}
-                answering = _Answering(self, task, function, list(asked), answer)
+                stands_for = last if function.branches == "last" else np.arange(len(every))
+                asked = {k: _as_asked(function, task, k, offered[k]) for k in offered if stands_for[k] == k}
+                answering = _Answering(self, task, function, list(asked), stands_for, answer)
                 if not asked:
                     answering.finish()
                 elif function.whole_group:
@@ -120,16 +123,18 @@ class Reward:
 
 class _Answering:
     """One function's columns of one group: answered when the last of its calls is. ``judged``: the trajectories that
-    have a call; the others have failed, and have no reward."""
+    have a call; ``stands_for`` int64 ``[trajectories]``: whose is each one's. The others have failed, and have no
+    reward."""
 
     def __init__(
-        self, reward: Reward, task: ScoringTask, function: FunctionConfig, judged: list[int], answer: Answer
-    ) -> None:
+        self, reward: Reward, task: ScoringTask, function: FunctionConfig, judged: list[int], stands_for: np.ndarray,
+        answer: Answer,
+    ) -> None:  # fmt: skip
         self._reward, self._task, self._answer = reward, task, answer
         self._column, self._columns = function.column, list(function.terms)
         self._values = np.full((len(self._columns), len(task.group.trajectories)), np.nan, np.float32)
         self._errors = reward.spoilt(task, self._column)
-        self._judged, self._left = judged, len(judged)
+        self._judged, self._left, self._stands_for = judged, len(judged), stands_for
         self._lock = threading.Lock()
 
     def begin(self, pool: WorkerPool, calls: list[Call]) -> None:
@@ -163,9 +168,16 @@ class _Answering:
 
     def finish(self) -> None:
         """Nothing is waited for."""
-        for column, values in zip(self._columns, self._values, strict=True):
+        for column, values in zip(self._columns, self._values[:, self._stands_for], strict=True):
             if column in self._task.wanted:
                 self._answer(self._task, column, values, self._errors)
+
+
+def last_of_session(trajectories: Sequence[Trajectory]) -> np.ndarray:
+    """int64 ``[trajectories]``: of each the last branch of its agent's session, itself where it is alone."""
+    sessions = sessions_of([trajectory.session for trajectory in trajectories])
+    last = {session: number for number, session in enumerate(sessions.tolist())}
+    return np.array([last[session] for session in sessions.tolist()], np.int64)
 
 
 def _offered(task: ScoringTask, sample: int) -> dict[str, Any]:

@@ -253,3 +253,8 @@ async def of_trl_plain(
     completions: list[str], prompts: list[str], ground_truth: list[str], bonus: float
 ) -> list[float]:
     return [float(text == truth) + bonus for text, truth in zip(completions, ground_truth, strict=True)]
+
+
+def are_a(response: list[str]) -> list[float]:
+    """Of a whole group."""
+    return [float(each == "a") for each in response]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.protocols.experience import Group, Prompt, Trajectory, no_rewards
+from penstock.protocols.experience import ALONE, Group, Prompt, Trajectory, no_rewards
 from penstock.services.gateway.session import Session
 from penstock.services.reward.config import RewardConfig
 from penstock.services.reward.service import Reward
@@ -42,6 +42,19 @@ def scored(trajectories: list[Trajectory], **function: Any) -> tuple[np.ndarray,
         return values, errors, reward.gauges()
     finally:
         reward.close()
+
+
+@pytest.mark.parametrize(("branches", "wanted"), [("last", [1, 1, 1, 0, 0, 1]), ("each", [0, 0, 1, 1, 0, 1])])
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_a_session_is_judged_where_it_came_to_however_it_got_there(
+    branches: str, wanted: list[int], whole_group: bool
+) -> None:
+    """One that hands over, or shortens its history, has branches that end in a call or a summary: no answers."""
+    said = [("hm", 0), ("hm", 0), ("a", 0), ("a", 1), ("b", 1), ("a", ALONE)]
+    made = [replace(trajectory(), text=text, turns=(text,), session=session) for text, session in said]
+    function = {"function": f"{HERE}:are_a"} if whole_group else {"function": "exact_match"}
+    values, errors, _ = scored(made, **function, whole_group=whole_group, branches=branches)
+    assert values.tolist() == wanted and not errors
 
 
 @pytest.mark.parametrize("function", [{"function": f"{HERE}:last_turn"}, {"function": "environment"}])
