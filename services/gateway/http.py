@@ -132,7 +132,7 @@ def _allowed(access: Access) -> Callable[..., Awaitable[None]]:
     async def allowed(request: Request) -> None:
         who, request.state.session = let_in(access, shown_in(request.headers))
         WHO.set(who)
-        PEER.set(f"http {who.name} {request.client.host if request.client else ''}")
+        PEER.set(f"http {request.client.host} {request.client.port}" if request.client else "")
 
     return allowed
 
