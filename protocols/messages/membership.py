@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import FiniteFloat
-
 from penstock.protocols.experience import Purpose
 from penstock.protocols.messages.base import Message
 
@@ -41,7 +39,7 @@ class Welcome(Message):
 class Heartbeat(Message):
     """actor → broker, unasked: alive, with gauges for the dashboard."""
 
-    gauges: dict[str, FiniteFloat] = {}
+    gauges: dict[str, float] = {}
     holding: Holding = {}
     """Groups that it works on: their leases and offers are renewed, others expire."""
 

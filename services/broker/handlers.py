@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -157,9 +158,9 @@ class Handlers:
 
     def _on_heartbeat(self, member: Member, _request: int, beat: m.Heartbeat) -> None:
         state = self._state
-        member.gauges = beat.gauges
+        member.gauges = {name: value for name, value in beat.gauges.items() if math.isfinite(value)}
         if member.kind in state.scorers:
-            state.progress.scorer_gauges[member.name] = beat.gauges
+            state.progress.scorer_gauges[member.name] = member.gauges
         deadline = clock.now() + state.settings.broker.lease_s
         for purpose, numbers in beat.holding.items():
             for holds in state.holds(purpose):

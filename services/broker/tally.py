@@ -11,7 +11,7 @@ from penstock.services.runtime.plain import plain
 
 KINDS = 8
 MOST_KEPT = 2000
-"""Characters of what the last failure said."""
+"""Characters of what a failure said."""
 """Kinds of failures that are told apart; what is rarer is counted as other."""
 
 
@@ -35,11 +35,11 @@ class Tally:
         """So many calls more, with what went wrong."""
         self.calls += calls
         self.failed += len(errors)
-        for error in map(plain, errors):
+        for error in (plain(said[:MOST_KEPT]) for said in errors):
             kind = _kind(error)
             kind = kind if kind in self.kinds or len(self.kinds) < KINDS else "other"
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
-            self.last = error[:MOST_KEPT]
+            self.last = error
 
     def row(self) -> dict[str, Any]:
         """As it is written down."""

@@ -334,6 +334,27 @@ def test_what_a_rollout_says_wrong_is_refused_and_the_group_can_still_be_finishe
     assert rollout.finish(lease) == m.Ack()
 
 
+def test_numbers_that_are_none_and_words_without_end_cost_the_broker_nothing(stage: Stage) -> None:
+    """It would end of them, and again of the same when it is back: who has said them says them again."""
+    rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
+    reward.box.tell(m.Heartbeat(gauges={"calls_failed/reward/exact": float("nan"), "calls_in_flight": float("inf")}))
+    said = GroupSummary(trajectories=N, tokens=8, sampled=4, oldest=0, newest=0)
+    for wrong in ({"sampled": 2**64 - 1}, {"oldest": -(2**63)}):
+        summary = said.model_copy(update=wrong)
+        message = m.Finished(purpose="train", number=0, attempt=1, summary=said, experience=np.zeros(9, np.uint8))
+        with pytest.raises(RefusedError, match=f"summary.{next(iter(wrong))}"):
+            rollout.box.ask(message.model_copy(update={"summary": summary}), 5)
+    (lease,) = rollout.leases(1)
+    assert rollout.finish(lease) == m.Ack()
+    reward.box.tell(m.Credit(total=1))
+    (item,) = reward.next(m.Work).items
+    errors = ["judge raised " + "x" * (1 << 20)]
+    scores = [m.Score(purpose=item.purpose, number=item.number, values=np.array([0, 1], np.float32), errors=errors)]
+    reward.box.ask(m.Scores(column=REWARDS.name, scores=scores), 5)
+    state = stage.trainer.box.ask(m.StatusRequest(), 5).state
+    assert len(str(state)) < 50_000 and stage.thread.is_alive()
+
+
 def test_experience_that_no_scorer_can_read_costs_its_group_alone(stage: Stage) -> None:
     rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
     reward.box.tell(m.Credit(total=100))

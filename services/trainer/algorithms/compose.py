@@ -151,7 +151,7 @@ class Algorithm:
             some = {name: values[there] for name, values in columns.items()}
             of = scores[there], mask[there], groups[there], some
             found[there] = self._compared(*of, *(None if each is None else each[there] for each in (tokens, sessions)))
-            if self._config.advantage.whitens and learned is not None:  # once more, of those alone that count
+            if self._config.advantage.whitens and learned is not None and not learned.all():  # of those that count
                 found[there] = whiten(found[there], mask[there], counted[there])
         if (term := self._config.teacher_advantage) is not None:
             found, there = found + term.coefficient * self.taught(columns, mask).to(found.dtype), torch.ones_like(there)
