@@ -219,7 +219,7 @@ class AgentAbandon(Message):
 class AgentBeat(Message):
     """agent → gateway, unasked: alive, with these sessions."""
 
-    sessions: list[str] = Field(max_length=4096)
+    sessions: list[str] = Field(max_length=1 << 16)
 
 
 class AgentRefused(Message):

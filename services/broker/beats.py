@@ -48,6 +48,7 @@ class Beats:
             if self._file.tell() > self._limit:
                 self._thin()
         except OSError as error:  # the run does not end of it: a full disk its launcher speaks of
+            self._limit = min(2 * self._limit, 16 * LIMIT)  # or all would be read again at each line
             if time.monotonic() - self._told_at > TELL_S:
                 self._told_at = time.monotonic()
                 log.warning("what actors do cannot be written down", file=self._path.name, error=str(error))
@@ -59,8 +60,8 @@ class Beats:
         room = max(LIMIT // 2 - sum(map(len, last)), LIMIT // 4)
         write_whole(self._path, b"".join([*spread_over_time(older, room), *last]))
         self._limit = max(LIMIT, 2 * sum(map(len, last)))  # of a thousand actors these alone may be as much
-        self._file.close()
-        self._file = open_lines(self._path)
+        before, self._file = self._file, open_lines(self._path)
+        before.close()
 
     def close(self) -> None:
         """Closes the file."""

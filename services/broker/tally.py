@@ -10,9 +10,9 @@ from typing import Any
 from penstock.services.runtime.plain import plain
 
 KINDS = 8
+"""Kinds of failures that are told apart; what is rarer is counted as other."""
 MOST_KEPT = 2000
 """Characters of what a failure said."""
-"""Kinds of failures that are told apart; what is rarer is counted as other."""
 
 
 @dataclass(slots=True)

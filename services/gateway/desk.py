@@ -151,16 +151,17 @@ class Desk:
     async def open(self, wait_s: float, beats: bool = False) -> Held:
         """The next session that no agent has; of a client that ``beats``, it is lost when that stops. Raises
         `AgentError` where there is none within ``wait_s``."""
+        deadline = time.monotonic() + wait_s
+        await self._fruitless.wait(PEER.get(), deadline, lambda: bool(self.over))
         self._openers, self._opened_at = self._openers + 1, time.monotonic()
         try:
-            return await self._open(time.monotonic() + wait_s, beats, WHO.get())
+            return await self._open(deadline, beats, WHO.get())
         finally:
             self._openers, self._opened_at = self._openers - 1, time.monotonic()
 
     async def _open(self, deadline: float, beats: bool, who: Visitor) -> Held:
         while True:
             who.check_sessions(self._opening[who.name] + sum(h.owner == who.name for h in self._held.values()))
-            await self._fruitless.wait(PEER.get(), deadline, lambda: bool(self.over))
             while self._free:
                 work, session = self._free.popleft()
                 if self._works.get(work.key) is not work:
@@ -182,8 +183,7 @@ class Desk:
                 return held
             self._check_over()
             self._wants(self._openers)
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if (left := deadline - time.monotonic()) <= 0:
                 raise AgentError(503, "no_session", "no task is free now; ask again", 1.0)
             self._more.clear()
             with suppress(TimeoutError):

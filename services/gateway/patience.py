@@ -12,7 +12,7 @@ HEADERS_S = 20.0
 
 
 UNREAD_S = 60.0
-"""For an agent to read any of an answer that is larger than what lies ready for it."""
+"""For an agent to read anything of an answer that waits for it, again and again."""
 
 
 class ImpatientProtocol(H11Protocol):
@@ -48,12 +48,20 @@ class ImpatientProtocol(H11Protocol):
     def pause_writing(self) -> None:
         """The agent does not read what it is told."""
         super().pause_writing()
-        self._unread = self.loop.call_later(self.unread_s, self.transport.abort)
+        self._await_reader(None)
 
     def resume_writing(self) -> None:
         """It does."""
         super().resume_writing()
         self._stop_unread()
+
+    def _await_reader(self, before: int | None) -> None:
+        """``before``: bytes that were unread when it was last looked."""
+        unread = self.transport.get_write_buffer_size()
+        if before is not None and unread >= before:
+            self.transport.abort()
+            return
+        self._unread = self.loop.call_later(self.unread_s, self._await_reader, unread)
 
     def _stop_unread(self) -> None:
         if self._unread:

@@ -18,6 +18,10 @@ AWAY_S = 3.0
 """Looks that are so far apart mean that this process was stopped, or busy."""
 
 
+AGAIN_S = 10.0
+"""What cannot be given up now is tried again after so long."""
+
+
 class Silence:
     """Looked at every second or so. ``abandon`` gives a session on, for a reason."""
 
@@ -30,10 +34,11 @@ class Silence:
         """Gives up those whose agents are silent. While this process was away the silence was its own: what agents have
         said meanwhile is not read yet."""
         now = time.monotonic()
-        away, self._looked_at = now - self._looked_at > AWAY_S, now
+        passed, self._looked_at = now - self._looked_at, now
         for held in every:
-            if away and held.heard is not None:
-                held.heard = now
+            if passed > AWAY_S:
+                held.turned += passed
+                held.heard = None if held.heard is None else now
             if reason := held.lost(self._config):
                 beats, held.touched, held.heard = held.heard is not None, now, None
                 task = asyncio.ensure_future(self._give_up(held, reason, beats))
@@ -47,3 +52,4 @@ class Silence:
         except Exception as error:
             log.warning("a session could not be given up yet", session=held.id, error=str(error))
             held.heard = time.monotonic() if beats else None
+            held.turned += AGAIN_S

@@ -178,8 +178,8 @@ def _without_greedy(step: TrainingBatch) -> TrainingBatch:
     kept = np.flatnonzero(~is_greedy)
     found: dict[int, list[float]] = {}
     for number, reward in zip(step.groups[is_greedy].tolist(), step.rewards[is_greedy].tolist(), strict=True):
-        found.setdefault(number, []).append(reward)  # of an agent's, each branch's
-    greedy = np.array([np.mean(found.get(number, [np.nan])) for number in step.groups[kept].tolist()], np.float32)
+        found.setdefault(number, []).extend([reward] * bool(np.isfinite(reward)))  # of an agent's, each branch's
+    greedy = np.array([np.mean(found.get(n) or [np.nan]) for n in step.groups[kept].tolist()], np.float32)
     others = step.only(kept)
     rewards = np.where(np.isnan(greedy), np.float32(np.nan), others.rewards)
     return replace(others, values=others.values | {REWARD: rewards}, greedy=greedy)

@@ -96,7 +96,8 @@ class Shift:
 
     def _begin(self, learner: ModelLearner | None, sender: RankSender | None) -> None:
         """Once all ranks have taken their devices."""
-        self._room.wait(health.beat)
+        if learner:
+            self._room.wait(health.beat)
         self._world.meet(self._patience_s)
         if learner:
             learner.wake()

@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 import structlog
 
+from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import inventory
 
 log = structlog.get_logger()
 
-SETTLES_S, POLL_S = 30.0, 0.1
-SLACK_GIB = 1.0
-"""What others may have more than the last time, and nobody waits."""
+SETTLES_S, STABLE_S, POLL_S = 30.0, 2.0, 0.1
+"""So long less may be free than ever before, and so long without a change, which says that it stays so."""
+SLACK_GIB, CHANGE_GIB = 1.0, 0.05
 
 
 class DeviceRoom:
@@ -21,22 +22,32 @@ class DeviceRoom:
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._before: float | None = None
-        """GiB that were free when its turn began the last time."""
+        self._least: float | None = None
+        """GiB: what was free at the begin of each turn so far, at least."""
 
     def wait(self, beat: Callable[[], None]) -> None:
-        """Until about as much is free as the last time, or as is free after `SETTLES_S`; ``beat`` is called
-        meanwhile."""
-        until, free = time.monotonic() + SETTLES_S, self._free()
-        while free is not None and free < (self._before or 0.0) - SLACK_GIB and time.monotonic() < until:
+        """Until about as much is free as at the begin of any turn, or nothing changes any more, since somebody has come
+        to stay; ``beat`` is called meanwhile."""
+        begun = changed = time.monotonic()
+        free = self._free()
+        if free is None:
+            return
+        wanted, last = (self._least or 0.0) - SLACK_GIB, free
+        while free < wanted and time.monotonic() < min(begun + SETTLES_S, changed + STABLE_S):
             beat()
             time.sleep(POLL_S)
-            free = self._free()
-        if free is not None and free < (self._before or 0.0) - SLACK_GIB:
-            log.warning("less of the device is free than the last time", free_gib=free, before_gib=self._before)
-        self._before = free
+            free = self._free() or 0.0
+            if abs(free - last) > CHANGE_GIB:
+                changed, last = time.monotonic(), free
+        if free < wanted:
+            log.info("less of the device is free than before", free_gib=round(free, 1))
+        self._least = free if self._least is None else min(self._least, free)
 
     def _free(self) -> float | None:
+        """None where nobody says it."""
         if self._device.startswith("cpu"):
             return None
-        return next((gpu.free_gib for gpu in inventory().gpus if gpu.uuid == self._device), None)
+        try:
+            return next((gpu.free_gib for gpu in inventory().gpus if gpu.uuid == self._device), None)
+        except SetupError:  # the driver's bad moment
+            return None

@@ -21,7 +21,8 @@ class OwnHost:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         asked = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
-        if host_in(f"//{asked}") in self._names or _is_address(host_in(f"//{asked}")):
+        host = host_in(asked).removesuffix(".")
+        if host in self._names or _is_address(host):
             await self._app(scope, receive, send)
             return
         said = f"the host {asked[:100]!r} is not known here; ask by localhost, or by an address such as 127.0.0.1"
@@ -29,9 +30,9 @@ class OwnHost:
 
 
 def host_in(url: str) -> str:
-    """Its name or address; what is no URL is a name that nobody has."""
+    """Its name or address, also of a URL without its scheme; what is none is a name that nobody has."""
     try:
-        return urlsplit(url).hostname or ""
+        return urlsplit(url if "://" in url else f"//{url}").hostname or ""
     except ValueError:
         return "?"
 

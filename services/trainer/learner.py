@@ -304,7 +304,8 @@ class Learner(ModelLearner):
             columns, metrics = columns | policy_columns, metrics | taught
         if self._config.algorithm.teacher_advantage:
             metrics["teacher_kl"] = self.algorithm.teacher_kl(columns, mask)
-        advantage, learned = self._config.algorithm.advantage, torch.from_numpy(self._learned(step)[rewarded])
+        weighed = self._learned(step) & ~(step.given & (self._config.algorithm.given.shape != "luffy"))
+        advantage, learned = self._config.algorithm.advantage, torch.from_numpy(weighed[rewarded])
         compares = advantage.compares and advantage.type != "custom"
         alone = torch.from_numpy(step.left_alone(rewarded)) if compares else None
         compared_as = rewards.scores, mask, groups, columns, rewards.tokens, sessions

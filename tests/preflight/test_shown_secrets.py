@@ -23,6 +23,16 @@ JUDGE = "reward.functions=[{function: exact_match}, {function: 'm:f', options: %
         ("run.traces=http://me:pw@there:4318", ["run.traces"]),
         ("programs={tool: {command: 'serve --api-key pw --port 80'}}", ["programs.tool.command"]),
         ("programs={tool: {command: 'serve --api-key $KEY --port 80'}}", []),
+        ("programs={tool: {command: 'serve --api-key \"$KEY\" --url http://a:$PW@b'}}", []),
+        ("programs={tool: {command: 'export OPENAI_API_KEY=pw; serve'}}", ["programs.tool.command"]),
+        (
+            JUDGE % "{HF_TOKEN: hf_pw, token: pw, headers: {Authorization: Bearer pw}}",
+            [f"reward.functions.1.options.{name}" for name in ("HF_TOKEN", "token", "headers.Authorization")],
+        ),
+        (
+            JUDGE % "{args: [serve, --api-key, pw], said: 'Bearer pw'}",
+            [f"reward.functions.1.options.{name}" for name in ("args", "said")],
+        ),
         ("store.url=redis://:pw@there:6379", []),
     ],
 )

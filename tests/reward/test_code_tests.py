@@ -435,3 +435,12 @@ def until(true: Callable[[], bool], seconds: float = 20) -> None:
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_programs_folder_may_lie_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    try:
+        assert run("print(open('program.py').read())", "assert True").completed
+    finally:
+        folder.rmdir()

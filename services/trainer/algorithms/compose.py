@@ -140,8 +140,8 @@ class Algorithm:
         reward, its group's number and its `group_columns`. ``tokens`` ``[rows, length]`` says where in a row its reward
         lies; None: on the last token. ``sessions`` ``[rows]``: rows with the same number are branches of one session,
         which a built-in advantage of whole rows compares as one; None: each row is its own. ``learned`` bool
-        ``[rows]``: those that the policy learns from, which alone have a part in the mean and the deviation of what is
-        whitened; None: all. ``alone`` bool ``[rows]``: those that are left of a group, whose reward is compared with
+        ``[rows]``: those whose advantages the policy learns from, which alone have a part in what is whitened (others
+        are 0 then); None: all. ``alone`` bool ``[rows]``: those that are left of a group, whose reward is compared with
         nobody's, and says nothing; None: none is."""
         mask = mask.to(scores.dtype)
         counted = mask if learned is None else mask * learned[:, None]
@@ -152,11 +152,11 @@ class Algorithm:
             of = scores[there], mask[there], groups[there], some
             found[there] = self._compared(*of, *(None if each is None else each[there] for each in (tokens, sessions)))
             if self._config.advantage.whitens and learned is not None and not learned.all():  # of those that count
-                found[there] = whiten(found[there], mask[there], counted[there])
+                found[there] = whiten(found[there], mask[there], counted[there]) * counted[there]
         if (term := self._config.teacher_advantage) is not None:
             found, there = found + term.coefficient * self.taught(columns, mask).to(found.dtype), torch.ones_like(there)
         if self._config.whiten:
-            found[there] = whiten(found[there], mask[there], counted[there])
+            found[there] = whiten(found[there], mask[there], counted[there]) * counted[there]
         bound = self._config.advantage_bound
         return found if bound is None else found.clamp(-bound, bound)
 

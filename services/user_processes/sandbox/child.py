@@ -160,7 +160,8 @@ def _own_files(libc: Any, folder: Path) -> None:
     kept = {each.name: each.read_bytes() for each in folder.iterdir() if each.is_file()}
     if libc.unshare(CLONE_NEWNS) or libc.mount(b"none", b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None):
         return
-    _mount(libc, b"/dev/shm", f"size={SHARED_BYTES},mode=1777")
+    if Path("/dev/shm") not in folder.resolve().parents:  # it would be hidden
+        _mount(libc, b"/dev/shm", f"size={SHARED_BYTES},mode=1777")
     if _mount(libc, os.fsencode(folder), f"size={FOLDER_BYTES},mode=700"):
         os.chdir(folder)
         for name, content in kept.items():
