@@ -180,7 +180,8 @@ class SleepingEngine(Engine, Protocol):
         keys and values are forgotten. Raises `EngineError`."""
 
     def wake(self) -> None:
-        """Goes on, with the version that it had; keys and values are computed again. Raises `EngineError`."""
+        """Goes on, with the version that it had; keys and values are computed again. Raises `EngineError`. One that has
+        a method `wake_to_load`, too, is woken by that where a `swap` follows, before which it is to compute nothing."""
 
 
 @runtime_checkable
