@@ -96,8 +96,8 @@ class RewardFunction:
         return self.call(**own, **{name: arguments[NAMES[name]] for name in self._verls}, **self.options)
 
     def answer(self, value: Any) -> dict[str, Any]:
-        """See `Handler.answer`: its reward, and behind it the numbers that `also` names, each finite and no more than
-        float32 holds."""
+        """See `Handler.answer`: its reward, and behind it the numbers that `also` names, each finite and at most
+        `MOST_REWARD`."""
         several = value if isinstance(value, Mapping) else {SCORE: value}
         if self._also and several is not value:
             names = ", ".join([SCORE, *self._also])
