@@ -305,9 +305,9 @@ class Learner(ModelLearner):
         if self._config.algorithm.teacher_advantage:
             metrics["teacher_kl"] = self.algorithm.teacher_kl(columns, mask)
         weighed = self._learned(step) & ~(step.given & (self._config.algorithm.given.shape != "luffy"))
-        advantage, learned = self._config.algorithm.advantage, torch.from_numpy(weighed[rewarded])
+        advantage, learned = self._config.algorithm.advantage, weighed[rewarded]
         compares = advantage.compares and advantage.type != "custom"
-        alone = torch.from_numpy(step.left_alone(rewarded)) if compares else None
+        alone = step.left_alone(rewarded) if compares else None
         compared_as = rewards.scores, mask, groups, columns, rewards.tokens, sessions
         worth = self.algorithm.advantages(*compared_as, learned, alone).float()
         found = torch.zeros((len(step.trajectories), max(len(t.tokens) for t in step.trajectories)))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from penstock.protocols.columns import GOOD, LAGS, PICKED, REFERENCE, SAMPLED, SCORES, SESSIONS, UNDECIDED
@@ -133,8 +134,8 @@ class Algorithm:
         columns: Mapping[str, torch.Tensor],
         tokens: torch.Tensor | None = None,
         sessions: torch.Tensor | None = None,
-        learned: torch.Tensor | None = None,
-        alone: torch.Tensor | None = None,
+        learned: np.ndarray | None = None,
+        alone: np.ndarray | None = None,
     ) -> torch.Tensor:
         """An advantage a token, ``[rows, length]``, 0 where ``mask`` (bool, so shaped) is not set; from each row's
         reward, its group's number and its `group_columns`. ``tokens`` ``[rows, length]`` says where in a row its reward
@@ -144,17 +145,19 @@ class Algorithm:
         are 0 then); None: all. ``alone`` bool ``[rows]``: those that are left of a group, whose reward is compared with
         nobody's, and says nothing; None: none is."""
         mask = mask.to(scores.dtype)
-        counted = mask if learned is None else mask * learned[:, None]
-        there = torch.ones(len(scores), dtype=torch.bool) if alone is None else ~alone
+        counted = mask if learned is None or learned.all() else mask * torch.from_numpy(learned)[:, None]
+        there: Any = slice(None)
+        if alone is not None and alone.any():
+            there = torch.from_numpy(np.flatnonzero(~alone))
         found = torch.zeros_like(mask)
-        if there.any():
+        if alone is None or not alone.all():
             some = {name: values[there] for name, values in columns.items()}
             of = scores[there], mask[there], groups[there], some
             found[there] = self._compared(*of, *(None if each is None else each[there] for each in (tokens, sessions)))
-            if self._config.advantage.whitens and learned is not None and not learned.all():  # of those that count
+            if self._config.advantage.whitens and counted is not mask:  # once more, of those that count
                 found[there] = whiten(found[there], mask[there], counted[there]) * counted[there]
         if (term := self._config.teacher_advantage) is not None:
-            found, there = found + term.coefficient * self.taught(columns, mask).to(found.dtype), torch.ones_like(there)
+            found, there = found + term.coefficient * self.taught(columns, mask).to(found.dtype), slice(None)
         if self._config.whiten:
             found[there] = whiten(found[there], mask[there], counted[there]) * counted[there]
         bound = self._config.advantage_bound
