@@ -186,7 +186,7 @@ def test_what_is_on_its_way_holds_up_what_comes_next() -> None:
     assert found.lag_mean > 8 and found.lag_max <= 30
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     max_lag=st.integers(0, 5), rollouts=st.integers(1, 6), batch=st.integers(1, 12), window=st.integers(1, 6),
     prefetch=st.one_of(st.none(), st.integers(1, 20)), spread=st.floats(0, 2), reward_s=st.floats(0, 20),
