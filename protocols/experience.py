@@ -332,6 +332,17 @@ def mean_by_session(values: np.ndarray, sessions: np.ndarray) -> np.ndarray:
     return np.where(counts > 0, totals / np.maximum(counts, 1), np.nan)
 
 
+def over_session(values: np.ndarray, sessions: np.ndarray) -> np.ndarray:
+    """``[trajectories]``, as ``values`` are: the sum over all those with the same of ``sessions``, for each.
+
+    >>> over_session(np.array([3, 2, 4, 0]), np.array([7, 7, 8, 9]))
+    array([5, 5, 4, 0])
+    """
+    _, places = np.unique(sessions, return_inverse=True)
+    found: np.ndarray = np.bincount(places, values)[places].astype(values.dtype)
+    return found
+
+
 Count = Annotated[int, Field(ge=-1, lt=1 << 53)]
 """What is added up, and kept."""
 

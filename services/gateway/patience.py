@@ -9,8 +9,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADERS_S = 20.0
 """For the headers of a request, from the connection's begin or from the first bytes behind the request before."""
-
-
 UNREAD_S = 60.0
 """For an agent to read anything of an answer that waits for it, again and again."""
 

@@ -11,12 +11,9 @@ import structlog
 
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.work import Held
+from penstock.services.runtime import health
 
 log = structlog.get_logger()
-
-AWAY_S = 3.0
-"""Looks that are so far apart mean that this process was stopped, or busy."""
-
 
 AGAIN_S = 10.0
 """What cannot be given up now is tried again after so long."""
@@ -36,7 +33,7 @@ class Silence:
         now = time.monotonic()
         passed, self._looked_at = now - self._looked_at, now
         for held in every:
-            if passed > AWAY_S:
+            if passed > health.AWAY_S:
                 held.turned += passed
                 held.heard = None if held.heard is None else now
             if reason := held.lost(self._config):

@@ -10,7 +10,7 @@ import structlog
 import torch
 
 from penstock.protocols.columns import REWARD, Column, ColumnError, ColumnTable
-from penstock.protocols.experience import ExperienceError, Group, Prompt, Trajectory, sessions_of
+from penstock.protocols.experience import ExperienceError, Group, Prompt, Trajectory, mean_by_session, sessions_of
 from penstock.protocols.messages import Batch, TakenGroup
 from penstock.protocols.packed_groups import unpack_group
 from penstock.protocols.routing import Mixture
@@ -176,10 +176,9 @@ def _without_greedy(step: TrainingBatch) -> TrainingBatch:
     if not is_greedy.any():
         return step
     kept = np.flatnonzero(~is_greedy)
-    found: dict[int, list[float]] = {}
-    for number, reward in zip(step.groups[is_greedy].tolist(), step.rewards[is_greedy].tolist(), strict=True):
-        found.setdefault(number, []).extend([reward] * bool(np.isfinite(reward)))  # of an agent's, each branch's
-    greedy = np.array([np.mean(found.get(n) or [np.nan]) for n in step.groups[kept].tolist()], np.float32)
+    numbers, places = np.unique(step.groups[is_greedy], return_inverse=True)  # a group has one, an agent's branches
+    found = dict(zip(numbers.tolist(), mean_by_session(step.rewards[is_greedy], places).tolist(), strict=True))
+    greedy = np.array([found.get(number, np.nan) for number in step.groups[kept].tolist()], np.float32)
     others = step.only(kept)
     rewards = np.where(np.isnan(greedy), np.float32(np.nan), others.rewards)
     return replace(others, values=others.values | {REWARD: rewards}, greedy=greedy)

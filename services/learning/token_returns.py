@@ -44,11 +44,10 @@ def gae(
     return estimates, (estimates + values) * mask
 
 
-def whiten(values: torch.Tensor, mask: torch.Tensor, counted: torch.Tensor | None = None) -> torch.Tensor:
-    """``values`` less their mean over all valid tokens, divided by the root of (their unbiased variance + 1e-8); with
-    ``counted``, which is set nowhere that ``mask`` is not, both are of its tokens alone. 0 where ``mask`` is."""
-    counted = mask if counted is None else counted
-    count = counted.sum()
-    mean = (values * counted).sum() / count.clamp(min=1)
+def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """``values`` less their mean over all valid tokens, divided by the root of (their unbiased variance + 1e-8); 0
+    where ``mask`` is."""
+    count = mask.sum()
+    mean = (values * mask).sum() / count.clamp(min=1)
     centred = (values - mean) * mask
-    return centred / ((centred * counted).square().sum() / (count - 1).clamp(min=1) + 1e-8).sqrt()
+    return centred / (centred.square().sum() / (count - 1).clamp(min=1) + 1e-8).sqrt()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from penstock.protocols.columns import REFERENCE
-from penstock.protocols.experience import mean_by_session
+from penstock.protocols.experience import mean_by_session, over_session
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.config import ConstraintConfig, KLConfig, Penalties, RewardShape
 from penstock.services.learning.constraints import lagrangian, multiplier_of, risen
@@ -106,9 +106,7 @@ def _less_kl(
         state[COEFFICIENT] = adapted(coefficient, mean, penalty.target, penalty.horizon, len(rows))
     metrics = found.metrics | {"reward_kl": mean, "kl_coefficient": coefficient}
     # An agent's session left the reference by what all its branches did; each of these is worth the whole.
-    _, places = np.unique(step.sessions[rows], return_inverse=True)
-    session = torch.from_numpy(places)
-    whole = torch.zeros(len(rows), dtype=kl.dtype).index_add_(0, session, kl.sum(-1))[session]
+    whole = torch.from_numpy(over_session(kl.sum(-1).numpy(), step.sessions[rows]))
     return TokenRewards(scores - coefficient * whole, tokens - coefficient * kl, mask, metrics)
 
 

@@ -24,7 +24,7 @@ from penstock.protocols.columns import (
     UNDECIDED,
     WEIGHTS,
 )
-from penstock.protocols.experience import UNSAMPLED, Trajectory
+from penstock.protocols.experience import UNSAMPLED, Trajectory, over_session
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.constraints import with_known_costs
 from penstock.services.learning.layer_norms import LayerNorms
@@ -42,7 +42,7 @@ from penstock.services.modeling.token_statistics import Statistic
 from penstock.services.runtime import health
 from penstock.services.trainer.advantage_columns import advantage_columns
 from penstock.services.trainer.algorithms.compose import SUMMED, Algorithm, Part
-from penstock.services.trainer.algorithms.totals import Totals, in_sessions
+from penstock.services.trainer.algorithms.totals import Totals
 from penstock.services.trainer.by_lag import ByLag
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.described import describe
@@ -147,7 +147,7 @@ class Learner(ModelLearner):
         values, good = self._values(step, chosen, sampled)
         tops = {name: [step.tops[name][i] for i in chosen] for name in self.algorithm.teachers}
         totals = Totals.of(sampled, np.where(given, sizes, 0), step.sessions[chosen], good, tops.values())
-        whole = to_device(torch.from_numpy(in_sessions(sampled, step.sessions[chosen])), self.device)
+        whole = to_device(torch.from_numpy(over_session(sampled, step.sessions[chosen])), self.device)
         if not totals.tokens and not totals.given:
             return 0.0, {}
         if self._config.algorithm.picks_tokens:

@@ -15,7 +15,7 @@ from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.messages import MessagesRequest
 from penstock.services.gateway.responses import ResponsesRequest
 from penstock.services.gateway.session import canonical
-from penstock.services.gateway.silence import AWAY_S
+from penstock.services.runtime.health import AWAY_S
 from tests.gateway.house import House
 from tests.gateway.test_doors import opened, served
 

@@ -155,11 +155,11 @@ class Algorithm:
             of = scores[there], mask[there], groups[there], some
             found[there] = self._compared(*of, *(None if each is None else each[there] for each in (tokens, sessions)))
             if self._config.advantage.whitens and counted is not mask:  # once more, of those that count
-                found[there] = whiten(found[there], mask[there], counted[there]) * counted[there]
+                found[there] = whiten(found[there], counted[there])
         if (term := self._config.teacher_advantage) is not None:
             found, there = found + term.coefficient * self.taught(columns, mask).to(found.dtype), slice(None)
         if self._config.whiten:
-            found[there] = whiten(found[there], mask[there], counted[there]) * counted[there]
+            found[there] = whiten(found[there], counted[there])
         bound = self._config.advantage_bound
         return found if bound is None else found.clamp(-bound, bound)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -48,14 +47,3 @@ class Totals:
     def sequences(self) -> float:
         """What a mean over sequences is taken over."""
         return self.rows if self.sessions is None else self.sessions
-
-
-def in_sessions(tokens: np.ndarray, sessions: np.ndarray) -> np.ndarray:
-    """``tokens``, int64 ``[trajectories]``, of all those with the same of ``sessions`` together, for each.
-
-    >>> in_sessions(np.array([3, 2, 4, 0]), np.array([7, 7, 8, 9]))
-    array([5, 5, 4, 0])
-    """
-    _, places = np.unique(sessions, return_inverse=True)
-    found: Any = np.bincount(places, tokens).astype(np.int64)[places]
-    return found

@@ -89,7 +89,7 @@ class VllmEngine(AsyncEngine):
         ``towers_learn``: what the model finds in one changes with each version."""
         positions = positions_of(model_config) or config.max_length + 1
         length = min(config.max_length, positions)
-        self._replicas = int(config.vllm.get("data_parallel_size", 1))
+        self._replicas = config.replicas
         self._seated = config.max_sequences * self._replicas
         super().__init__("vLLM", model_config.vocab_size, length, self._seated)
         self._config, self._stop_ids = config, sorted(stop_ids)
