@@ -231,8 +231,8 @@ class Store:
         if isinstance(error, redis.OutOfMemoryError) or str(error).startswith("MISCONF"):
             return (
                 f"store.url: the Redis has no room {said}: {error}. Raise its maxmemory, or free its disk; a run keeps "
-                "less in it with a smaller gate.prefetch or trainer.checkpoint.every. What was acknowledged is kept: go "
-                "on with --resume"
+                "less in it with a smaller gate.prefetch or trainer.checkpoint.every. What was acknowledged is kept: "
+                "go on with --resume"
             )
         if not isinstance(error, redis.ConnectionError | redis.TimeoutError):
             return (
