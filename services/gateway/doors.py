@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -43,13 +44,19 @@ class Doors:
         host, port = ports.http_at(config, index)
         zmq_host, zmq_port = ports.bind_at(config, index)
         before = self._ports_before()
-        self._http = _opened(lambda port: ports.listen("gateway.http", host, port), port, before.get("http", 0))
         access = Access(context.folder, required=not is_loopback(f"tcp://{ports.address(host, 1)}"))
         keys = context.keys.to_serve() if context.keys else None
-        self._zmq = _opened(
-            lambda port: ZmqDoor(f"tcp://{ports.address(zmq_host, port or '*')}", desk, keys, access),
-            zmq_port, before.get("zmq", 0),
-        )  # fmt: skip
+
+        def listen(port: int) -> socket.socket:
+            return ports.listen("gateway.http", host, port)
+
+        def bind(port: int) -> ZmqDoor:
+            return ZmqDoor(f"tcp://{ports.address(zmq_host, port)}", desk, keys, access)
+
+        # Any port is taken last: it might be the one where the other was.
+        http = _opened_where_known(listen, port, before.get("http", 0))
+        zmq = _opened_where_known(bind, zmq_port, before.get("zmq", 0))
+        self._http, self._zmq = http or listen(0), zmq or bind(0)
         app = make_app(desk, model, access)
         settings = uvicorn.Config(
             app, http=ImpatientProtocol, log_config=None, access_log=False, timeout_keep_alive=75, lifespan="off",
@@ -94,11 +101,12 @@ class Doors:
         self._zmq.close()
 
 
-def _opened(open_at: Callable[[int], Door], port: int, before: int) -> Door:
+def _opened_where_known(open_at: Callable[[int], Door], port: int, before: int) -> Door | None:
     """At ``port``; where any will do, at the one that was open ``before``, if nobody else has it by now."""
-    if not port and before:
-        try:
-            return open_at(before)
-        except AddressError:
-            log.warning("another program has the port of before: agents that know it must look anew", port=before)
-    return open_at(port)
+    if port or not before:
+        return open_at(port) if port else None
+    try:
+        return open_at(before)
+    except AddressError:
+        log.warning("another program has the port of before: agents that know it must look anew", port=before)
+        return None

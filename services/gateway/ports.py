@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from urllib.parse import urlsplit
 
+from penstock.protocols.free_port import lasting_ports
 from penstock.protocols.mailbox import AddressError
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.runtime.address import own_endpoint
@@ -28,8 +30,15 @@ def listen(key: str, host: str, port: int) -> socket.socket:
     """A listening socket. ``key`` is the config's, for errors. Raises `AddressError`."""
     v6 = ":" in host
     family = socket.AF_INET6 if v6 else socket.AF_INET
-    try:
+
+    def listening(port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, dualstack_ipv6=v6 and socket.has_dualstack_ipv6())
+
+    for lasting in lasting_ports() if not port else ():
+        with contextlib.suppress(OSError):
+            return listening(lasting)
+    try:
+        return listening(port)
     except (OSError, OverflowError) as error:
         why = error.strerror if isinstance(error, OSError) else "there is no such port"
         raise AddressError(

@@ -15,7 +15,9 @@ import pytest
 from penstock.pipeline.config import Config
 from penstock.protocols import mailbox
 from penstock.protocols.experience import Sampling, as_bytes
+from penstock.protocols.free_port import OURS, lasting_ports
 from penstock.protocols.messages import Note, TurnKey, TurnRequest
+from penstock.services.gateway import ports
 from penstock.services.gateway.service import Gateway, make
 from penstock.services.runtime.actor import ActorContext
 from tests.protocols.test_mailbox import Answering
@@ -91,7 +93,7 @@ def test_a_turn_is_said_again_less_often_than_what_is_small(
 
 
 def test_one_that_was_killed_is_found_where_it_was(
-    tmp_path: Path, tokenizers: dict[bool, Path], model: Any, broker: Answering
+    tmp_path: Path, tokenizers: dict[bool, Path], model: Any, broker: Answering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "gateways" / "gateway-0.json"
 
@@ -105,13 +107,16 @@ def test_one_that_was_killed_is_found_where_it_was(
         made._doors._http.close()
         made.actor.mailbox.close(0)
 
+    lent = lasting_ports()  # none, where the system lends all of them
     first, made = opened()
+    assert not lent or set(first["ports"].values()) <= set(OURS)
     ended(made)
     file.write_text(json.dumps(first))  # as who is killed leaves it
     second, made = opened()
     assert second == first
     ended(made)
     file.write_text(json.dumps(first))
+    monkeypatch.setattr(ports, "lasting_ports", lambda: [first["ports"]["zmq"], *lasting_ports()])  # by chance
     with socket.create_server(("127.0.0.1", first["ports"]["http"])):  # another program has it
         third, made = opened()
         assert third["http"] != first["http"] and third["zmq"] == first["zmq"]
