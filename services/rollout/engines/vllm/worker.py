@@ -26,6 +26,7 @@ from penstock.services.modeling.experts import as_in_files
 from penstock.services.modeling.lora import PREFIX
 from penstock.services.modeling.whole_weights import A, AdapterBase, is_alone
 from penstock.services.rollout.engines.base import refuse_partial
+from penstock.services.rollout.engines.vllm.expert_layers import load_whole_layers
 from penstock.services.rollout.engines.vllm.plugin import ADAPTER
 from penstock.services.runtime import hub_names, own_code
 from penstock.services.weights.buffers import Mappings
@@ -89,8 +90,10 @@ class ShadowTransfer(WeightTransferEngine[ShadowInit, ShadowUpdate]):
         """Loads all weights. A version is whole, so projections that vLLM fuses arrive together."""
         weights = self._base.whole(self._tensors(update_info), self.device)
         refuse_partial(weights.keys(), self._path)
-        loaded = self.model.load_weights(as_in_files(self.model_config.hf_config.model_type, weights))
-        if loaded is not None and (missing := self._awaited - loaded):
+        family = self.model_config.hf_config.model_type
+        rest, filled = load_whole_layers(self.model, family, weights)
+        loaded = self.model.load_weights(as_in_files(family, rest))
+        if loaded is not None and (missing := self._awaited - loaded - filled):
             raise ValueError(f"the version does not fill {', '.join(sorted(missing)[:3])} of vLLM's model")
 
     def _tensors(self, update_info: ShadowUpdate) -> Mapping[str, torch.Tensor]:
