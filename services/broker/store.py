@@ -227,7 +227,8 @@ class Store:
         self._redis.connection_pool.disconnect()
 
     def _away(self, error: Exception) -> str:
-        said = f"at {self._where} ({type(error).__name__}); waited {self._retry_s:g} s (store.retry_s)"
+        most = " at most, as one that never answered" if self._retry_s == FIRST_S else ""
+        said = f"at {self._where} ({type(error).__name__}); waited {self._retry_s:g} s (store.retry_s{most})"
         if isinstance(error, redis.OutOfMemoryError) or str(error).startswith("MISCONF"):
             return (
                 f"store.url: the Redis has no room {said}: {error}. Raise its maxmemory, or free its disk; a run keeps "

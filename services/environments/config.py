@@ -40,8 +40,8 @@ class EnvironmentConfig(Section):
     comes."""
     workers: int | None = Field(None, ge=1)
     """Processes that a plain class runs in, for each rollout, e.g. ``8`` where step computes. null: the machine's
-    cores, less the threads of the other actors, at most 4; for ``penstock play`` one. A class whose step is async has
-    one process, whatever this is."""
+    cores, less the threads of trainer, rollouts and critic, dealt out to all environments of all rollouts, at most 4;
+    for ``penstock play`` one. A class whose step is async has one process, whatever this is."""
 
     @field_validator("environment")
     @classmethod

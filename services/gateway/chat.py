@@ -45,7 +45,9 @@ class ChatRequest(Several):
     @classmethod
     def _the_runs(cls, told: dict[str, Any] | None) -> dict[str, Any] | None:
         if told:
-            raise ValueError("what the chat template is told is the run's: `template` in its config; leave it out")
+            raise ValueError(
+                "what the chat template is told is the run's: model.chat_template_kwargs in its config; leave it out"
+            )
         return told
 
     @property

@@ -32,7 +32,7 @@ class RewardModel:
     ) -> None:  # fmt: skip
         from transformers import AutoModelForSequenceClassification
 
-        key = "scorers.options.path"
+        key = "options.path"
         config, (name, revision) = load_config(path, key), named(path)
         with loading(path, "reward model", key):
             model = AutoModelForSequenceClassification.from_pretrained(
@@ -45,7 +45,7 @@ class RewardModel:
         self._settings = model.config.get_text_config()
         declared = self._settings.pad_token_id
         self._padding = declared if declared in range(self._settings.vocab_size) else None
-        self._device = device_of(device, "scorers.options.device")
+        self._device = device_of(device, "options.device")
         self._model = model.to(self._device).eval()
         self._column, self._budget, self._longest = column, tokens_per_batch, max_length
         self._resting = Resting(self._device)

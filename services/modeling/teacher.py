@@ -37,17 +37,15 @@ class Teacher:
         top_k: int | None = None,
     ) -> None:  # fmt: skip
         if head_dtype not in (None, "float32"):
-            raise SetupError(f"scorers.options.head_dtype: {head_dtype!r}; set it to float32 or null")
-        self._device = device_of(device, "scorers.options.device")
-        self._model = load_model(path, dtype, self._device, "scorers.options.path").eval()
+            raise SetupError(f"options.head_dtype: {head_dtype!r}; set it to float32 or null")
+        self._device = device_of(device, "options.device")
+        self._model = load_model(path, dtype, self._device, "options.path").eval()
         compute_head_in(self._model, head_dtype)
-        give_sight(self._model, path, dtype, self._device, "scorers.options.path")
+        give_sight(self._model, path, dtype, self._device, "options.path")
         self._column, self._temperature, self._budget, self._k = column, temperature, tokens_per_batch, top_k or 0
         self._resting = Resting(self._device)
         if self._k > vocabulary_of(self._model):
-            raise SetupError(
-                f"scorers.options.top_k={self._k}: {path} has {vocabulary_of(self._model)} tokens; take no more"
-            )
+            raise SetupError(f"options.top_k={self._k}: {path} has {vocabulary_of(self._model)} tokens; take no more")
 
     @torch.inference_mode()
     def score_group(self, group: Group, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -156,7 +156,8 @@ class RewardConfig(Section):
     those of a plain one wait for a worker. A judge that answers 64 requests at a time wants ``64``."""
     workers: int | None = Field(None, ge=1)
     """Worker processes for each plain function, in each reward process. null: the machine's cores, less the threads of
-    the other actors; else e.g. ``4``. An async function has one process, whatever this is."""
+    trainer, rollouts and critic, dealt out to `count` processes, at most 32; else e.g. ``4``. An async function has one
+    process, whatever this is."""
 
     @model_validator(mode="after")
     def _named_apart(self) -> RewardConfig:

@@ -160,7 +160,7 @@ def test_a_teacher_has_the_head_that_its_options_say(tmp_path: Path) -> None:
         for head in ("float32", None)
     ]
     assert 0 < np.abs(found[0] - found[1]).max() < 0.05
-    with pytest.raises(SetupError, match=r"scorers.options.head_dtype: 'float64'; set it to float32 or null"):
+    with pytest.raises(SetupError, match=r"options.head_dtype: 'float64'; set it to float32 or null"):
         Teacher(str(tmp_path), device="cpu", head_dtype="float64")  # type: ignore[arg-type]
 
 
