@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-PROTOCOL = 32
+PROTOCOL = 33
 """Version of the wire format. Peers that differ refuse each other by name."""
 
 INLINE_BYTES = 16 * 1024

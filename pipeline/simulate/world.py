@@ -6,7 +6,7 @@ scheduler. Rollouts, scorers, rewards and the trainer do nothing but take their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,10 +21,11 @@ from penstock.pipeline.simulate.critic import Critic
 from penstock.pipeline.simulate.engine import Finished, VirtualEngine
 from penstock.pipeline.simulate.scorer import Scorer
 from penstock.protocols.columns import REWARD
-from penstock.services.broker.granting import SUSPECT_AFTER, grant_groups
+from penstock.services.broker.granting import Suspects, grant_groups
 from penstock.services.broker.membership import Member
 from penstock.services.broker.rules.gate import Gate
 from penstock.services.broker.rules.groups import GroupTracker
+from penstock.services.broker.rules.holds import SUSPECT_AFTER
 from penstock.services.broker.rules.journal import Volatile
 from penstock.services.broker.rules.leases import Lease
 from penstock.services.critic.config import shares_devices
@@ -201,7 +202,8 @@ class World:
             rollouts = [member for member in rollouts if member.identity not in alone]
         newest = max((m.version for m in rollouts), default=-1)
         if self._next_group(newest):  # else nobody needs to be put in order
-            grant_groups(self._groups, rollouts, self._next_group, self._lease)
+            suspects = Suspects(rollouts, leases.holds.holders(), self._config.broker.max_attempts)
+            grant_groups(self._groups, rollouts, self._next_group, self._lease, suspects)
 
     def _lease(self, lease: Lease, member: Member) -> None:
         self._groups.leases.grant(lease, member.identity, float("inf"))
@@ -212,9 +214,9 @@ class World:
         given = sum(lengths[: self._given])
         self._of[member.identity].engine.add(lease.number, lengths[self._given :], given)
 
-    def _next_group(self, newest: int, besides: Collection[int] = ()) -> Lease | None:
+    def _next_group(self, newest: int, sound: bool = False) -> Lease | None:
         """As the broker's scheduler: what was leased too often without an answer is dropped."""
-        while lease := self._groups.next_lease(newest, besides):
+        while lease := self._groups.next_lease(newest, sound):
             if lease.attempt < self._config.broker.max_attempts:
                 return lease
             self._groups.drop(lease.number, "unanswered", "unanswered")
@@ -311,7 +313,7 @@ class World:
         self._tokens += tokens
         self._lags += held * tokens - sum(group.versions for group in made)
         self._lag_max = max(self._lag_max, held - min(group.oldest for group in made))
-        self._groups.ledger.commit(held, str(held))
+        self._groups.ledger.commit(held, [group.number for group in made], str(held))
         for group in made:
             del self._made[group.number]
         self._version += 1

@@ -134,6 +134,8 @@ class Commit(Message):
     version exists, and the rollouts are told its digests. Answered by `Relayed` once durable."""
 
     step: int
+    groups: list[int]
+    """What it was trained on: a store that has lost the step may have given others to it meanwhile."""
     digest: str
     metrics: dict[str, float]
     version: CommitVersion | None = None

@@ -12,8 +12,9 @@ import structlog
 
 from penstock.protocols import messages as m
 from penstock.protocols.experience import ExperienceError, Sampling, as_bytes
-from penstock.services.broker.granting import SUSPECT_AFTER, Room, alone, for_suspect
+from penstock.services.broker.granting import Room, Suspects, alone
 from penstock.services.broker.membership import Member
+from penstock.services.broker.rules.holds import SUSPECT_AFTER
 from penstock.services.broker.rules.leases import Leases
 from penstock.services.broker.rules.turns import Turn
 from penstock.services.broker.scheduler import Scheduler
@@ -69,11 +70,11 @@ class AgentDesk:
             if state.members.get(identity):
                 state.router.send(identity, m.Unwanted(ids=ids))
         rollouts = [r for r in state.members.of_kind("rollout") if state.serves_current(r)]
-        gateways = Room(state.members.of_kind("gateway"))
+        gateways = [gateway for gateway in state.members.of_kind("gateway") if gateway.room > 0]
         if self._scheduler.evaluation_served():  # else its turns would only wait
-            self._scheduler.grant_evaluation(gateways, now, anybody=True)
+            self._scheduler.grant_evaluation(gateways, now)
         if state.progress.phase == "training" and not self._scheduler.evaluation_waits_for_room():
-            self._grant_training(gateways, max((r.version for r in rollouts), default=-2), now)
+            self._grant_training(Room(gateways), max((r.version for r in rollouts), default=-2), now)
         suspected = alone(state.turns.holds, state.turns.open)
         self._grant_turns([r for r in rollouts if r.room > 0 and r.identity not in suspected], now)
 
@@ -87,13 +88,18 @@ class AgentDesk:
 
     def _grant_turns(self, rollouts: list[Member], now: float) -> None:
         """``rollouts``: those with room."""
-        state, suspect_waits = self._state, False
+        state = self._state
+        suspects = Suspects(rollouts, state.turns.holds.holders(), state.settings.broker.max_attempts)
         # Bounds within which nobody with room serves a version: thousands of turns may have the same.
         in_vain: set[tuple[int, int | None]] = set()
         for turn in state.turns.waiting():
             if turn.attempt >= state.settings.broker.max_attempts:
                 state.turns.answered(turn.id)
                 self._answer(turn, b"", f"given to {turn.attempt} {m.UNANSWERED}")
+                continue
+            if turn.attempt >= SUSPECT_AFTER:
+                if not suspects.waits and (rollouts or suspects.open):
+                    self._grant_suspect(turn, suspects, now)
                 continue
             if not rollouts or (bounds := self._bounds(turn)) in in_vain:
                 continue
@@ -102,21 +108,16 @@ class AgentDesk:
             if not able:
                 in_vain.add(bounds)
                 continue
-            if turn.attempt >= SUSPECT_AFTER:  # it may be what kills its rollouts: now it takes no other turn with it
-                busy = state.turns.holds.holders()
-                chosen = for_suspect(able, busy, suspect_waits)
-                if chosen is None or chosen.identity in busy:
-                    suspect_waits = True
-                else:
-                    self._grant_turn(turn, chosen, now)
-                if chosen:
-                    rollouts.remove(chosen)
-                continue
             last = state.turns.last_holder(turn)
             chosen = next((r for r in able if r.identity == last), None) or max(able, key=lambda r: (r.room, r.name))
             self._grant_turn(turn, chosen, now)
             if chosen.room <= 0:
                 rollouts.remove(chosen)
+
+    def _grant_suspect(self, turn: Turn, suspects: Suspects, now: float) -> None:
+        oldest, exact = self._bounds(turn)
+        if chosen := suspects.take(turn.attempt, oldest, exact is not None):
+            self._grant_turn(turn, chosen, now)
 
     def _grant_turn(self, turn: Turn, rollout: Member, now: float) -> None:
         state = self._state

@@ -233,7 +233,7 @@ class Handlers:
         refused = []
         for score in scores.scores:
             try:
-                scoring.take_score(self._state, column, score)
+                scoring.take_score(self._state, column, score, member.identity)
             except ColumnError as error:  # what is good of a message is applied; what is not is named
                 refused.append(f"group {score.number}: {error}")
         if refused:
@@ -288,7 +288,7 @@ class Handlers:
     def _on_commit(self, member: Member, request: int, commit: m.Commit) -> None:
         """Ledger, version and what the rollouts are told leave in one turn: nobody sees one without the others."""
         state = self._state
-        first = state.groups.ledger.commit(commit.step, commit.digest)
+        first = state.groups.ledger.commit(commit.step, commit.groups, commit.digest)
         step = state.groups.ledger.taken(commit.step)
         assert step
         state.recorder.ledger({name: getattr(step, name) for name in ("step", "groups", "seed", "max_lag", "digest")})

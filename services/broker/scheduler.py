@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import structlog
@@ -15,12 +14,13 @@ from penstock.protocols.experience import Prompt, Purpose
 from penstock.services.broker import clock
 from penstock.services.broker.batches import batch_for
 from penstock.services.broker.followers import step_to_go_on_with
-from penstock.services.broker.granting import Room, alone, grant_groups
+from penstock.services.broker.granting import Room, Suspects, alone, grant_groups
 from penstock.services.broker.membership import Member
 from penstock.services.broker.payloads import PayloadLostError
+from penstock.services.broker.rules.holds import SUSPECT_AFTER
 from penstock.services.broker.rules.leases import Lease
 from penstock.services.broker.rules.ledger import LedgerError
-from penstock.services.broker.rules.replay_buffer import Entry
+from penstock.services.broker.rules.replay_buffer import Entry, attempts_of
 from penstock.services.broker.scoring import replay_of, unjudged
 from penstock.services.broker.state import BrokerState
 from penstock.services.broker.status import stall_reason
@@ -30,6 +30,8 @@ log = structlog.get_logger()
 
 NOT_READY_AFTER_S = 15.0
 """A take that cannot be served for this long is answered with the reason."""
+WORK_ITEMS = 256
+"""Groups in one message to a scorer: what is small of each is in one frame, which has a limit."""
 
 
 @dataclass(slots=True)
@@ -58,12 +60,16 @@ class Scheduler:
         rollouts = [r for r in state.members.of_kind("rollout") if r.room > 0 and state.serves_current(r)]
         if not rollouts:
             return
-        leases = state.groups.leases
-        suspected = alone(leases.holds, leases.open)
+        books = state.groups.leases, state.evaluation.leases
+        suspected = set().union(*(alone(book.holds, book.open) for book in books))
         rollouts = [r for r in rollouts if r.identity not in suspected]
-        self.grant_evaluation(Room(rollouts), now)
+        busy = set().union(*(book.holds.holders() for book in books))
+        suspects = Suspects(rollouts, busy, state.settings.broker.max_attempts)
+        self.grant_evaluation(rollouts, now, suspects)
         if state.progress.phase == "training" and not self.evaluation_waits_for_room():
-            self._grant_training(rollouts, now)
+            grant_groups(
+                state.groups, rollouts, self.next_group, lambda lease, to: self.lease("train", lease, to, now), suspects
+            )
 
     def evaluation_waits_for_room(self) -> bool:
         """Evaluation prompts go first, but for those that wait until a version is served."""
@@ -74,35 +80,39 @@ class Scheduler:
         round = self._state.evaluation.round
         return round is not None and any(r.version >= round.least for r in self._state.members.of_kind("rollout"))
 
-    def grant_evaluation(self, room: Room, now: float, anybody: bool = False) -> None:
-        """Evaluation prompts to who has ``room`` and serves the round's version, or to ``anybody``."""
-        state = self._state
-        while room and state.evaluation.round and (lease := state.evaluation.leases.waiting()):
+    def grant_evaluation(self, members: list[Member], now: float, suspects: Suspects | None = None) -> None:
+        """Evaluation prompts to those of ``members`` that have room and serve the round's version; where there are no
+        ``suspects`` among them, whatever they serve."""
+        state, room = self._state, Room(members)
+        while state.evaluation.round and (room or (suspects and suspects.open)):
+            lease = state.evaluation.leases.waiting(bool(suspects and suspects.waits))
+            if lease is None:
+                return
             if lease.attempt >= state.settings.broker.max_attempts:
                 state.drop_evaluation(lease.number, f"leased {lease.attempt} times without an answer")
                 continue
             round = state.evaluation.round
-            rollout = room.take(None if anybody else round.least, round.exact is not None)
+            if suspects and lease.attempt >= SUSPECT_AFTER:
+                if chosen := suspects.take(lease.attempt, round.least, round.exact is not None):
+                    self.lease("eval", lease, chosen, now)
+                room = Room(members)
+                continue
+            rollout = room.take(round.least if suspects else None, round.exact is not None)
             if rollout is None:
                 return
             self.lease("eval", lease, rollout, now)
             room.put_back(rollout)
 
-    def next_group(self, newest: int, besides: Collection[int] = ()) -> Lease | None:
-        """The group that may be leased now, ``besides`` some, where ``newest`` is the newest version served. One that
-        was leased too often without an answer is dropped; too many drops in a row, and there is none."""
+    def next_group(self, newest: int, sound: bool = False) -> Lease | None:
+        """The group that may be leased now, where ``newest`` is the newest version served; ``sound``: no suspect. One
+        that was leased too often without an answer is dropped; too many drops in a row, and there is none."""
         state, groups = self._state, self._state.groups
         while groups.consecutive_drops < state.settings.broker.max_consecutive_drops:
-            lease = groups.next_lease(newest, besides)
+            lease = groups.next_lease(newest, sound)
             if lease is None or lease.attempt < state.settings.broker.max_attempts:
                 return lease
             state.drop(lease.number, f"leased {lease.attempt} times without an answer", "unanswered")
         return None
-
-    def _grant_training(self, rollouts: list[Member], now: float) -> None:
-        grant_groups(
-            self._state.groups, rollouts, self.next_group, lambda lease, to: self.lease("train", lease, to, now)
-        )
 
     def lease(self, purpose: Purpose, lease: Lease, rollout: Member, now: float) -> None:
         """Gives it to ``rollout``; a prompt that cannot be used, or sessions that cannot be sent, cost their group
@@ -146,30 +156,52 @@ class Scheduler:
 
     def offer(self, scorer: str) -> None:
         """Gives finished groups to the scorers of a kind, in number order, as far as their credit reaches."""
-        room = Room(self._state.members.of_kind(scorer))
+        state = self._state
+        purposes: tuple[Purpose, Purpose] = "eval", "train"
+        members = [member for member in state.members.of_kind(scorer) if member.room > 0]
+        if not members:
+            return
+        replays = [replay_of(state, purpose) for purpose in purposes]
+        suspected = set().union(*(replay.alone(scorer) for replay in replays))
+        members = [member for member in members if member.identity not in suspected]
+        busy = set().union(*(replay.holds.holders() for replay in replays))
+        suspects = Suspects(members, busy, state.settings.broker.max_attempts)
         work: dict[str, list[m.WorkItem]] = {}
-        for purpose in ("eval", "train"):
-            if room:
-                self._offer(scorer, purpose, room, work)
+        for purpose, replay in zip(purposes, replays, strict=True):
+            for entry, columns in replay.suspects(scorer):
+                if not self._dropped(scorer, purpose, entry, columns):
+                    member = suspects.take(attempts_of(entry, columns))
+                    if member is None:
+                        break
+                    self._hand_out(purpose, entry, columns, member, work)
+        room = Room(members)
+        for purpose, replay in zip(purposes, replays, strict=True):
+            for entry, columns in replay.unoffered(scorer):
+                if not self._dropped(scorer, purpose, entry, columns):
+                    member = room.take_besides({entry.refused.get(column.name) for column in columns})
+                    if member is None:
+                        break
+                    self._hand_out(purpose, entry, columns, member, work)
+                    room.put_back(member)
         for identity, items in work.items():
-            self._state.router.send(identity, m.Work(items=items))
+            for begin in range(0, len(items), WORK_ITEMS):
+                state.router.send(identity, m.Work(items=items[begin : begin + WORK_ITEMS]))
 
-    def _offer(self, scorer: str, purpose: Purpose, room: Room, work: dict[str, list[m.WorkItem]]) -> None:
-        state, replay = self._state, replay_of(self._state, purpose)
-        deadline = clock.now() + state.settings.broker.lease_s
-        for entry, columns in replay.unoffered(scorer):
-            attempts = max(entry.attempts.get(column.name, 0) for column in columns)
-            if attempts >= state.settings.broker.max_attempts:
-                reason = f"{scorer} was offered it {attempts} times without an answer"
-                state.drop_any(purpose, entry.number, reason, "unanswered")
-                continue
-            member = room.take()
-            if member is None:
-                return
-            replay.offer(entry, columns, member.identity, deadline)
-            member.given += 1
-            work.setdefault(member.identity, []).append(self._work_item(purpose, entry, columns))
-            room.put_back(member)
+    def _dropped(self, scorer: str, purpose: Purpose, entry: Entry, columns: list[Column]) -> bool:
+        attempts = attempts_of(entry, columns)
+        if attempts < self._state.settings.broker.max_attempts:
+            return False
+        reason = f"{scorer} was offered it {attempts} times without an answer"
+        self._state.drop_any(purpose, entry.number, reason, "unanswered")
+        return True
+
+    def _hand_out(
+        self, purpose: Purpose, entry: Entry, columns: list[Column], member: Member, work: dict[str, list[m.WorkItem]]
+    ) -> None:
+        deadline = clock.now() + self._state.settings.broker.lease_s
+        replay_of(self._state, purpose).offer(entry, columns, member.identity, deadline)
+        member.given += 1
+        work.setdefault(member.identity, []).append(self._work_item(purpose, entry, columns))
 
     def _work_item(self, purpose: Purpose, entry: Entry, columns: list[Column]) -> m.WorkItem:
         state, key = self._state, (purpose, entry.number)

@@ -21,14 +21,15 @@ LEAST_VALUES = 2
 """A group in which fewer trajectories have a reward teaches nothing."""
 
 
-def take_score(state: BrokerState, column: Column, score: Score) -> None:
-    """Applies one score, once. Raises `ColumnError` where its values are not the column's."""
+def take_score(state: BrokerState, column: Column, score: Score, by: str) -> None:
+    """Applies one score, once, that ``by`` has made. Raises `ColumnError` where its values are not the column's."""
     replay = replay_of(state, score.purpose)
     entry = replay.wants(score.number, column.name)
     if entry is None:
         return  # repeated, or for a group that is gone
     if score.unusable:
-        state.drop_any(score.purpose, score.number, score.unusable, "unusable")
+        if replay.refuse(entry, column.name, by, state.settings.broker.max_attempts):
+            state.drop_any(score.purpose, score.number, score.unusable, "unusable")
         return
     column.check(score.values, entry.trajectories, entry.tokens)
     if column.nullable:

@@ -22,14 +22,17 @@ from penstock.services.runtime import device_turn, health
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.device_turn import Guest
 from penstock.services.runtime.errors import SetupError
-from penstock.services.runtime.plugins import load_plugin
-from penstock.services.runtime.scorer import Answer, ScorerActor, ScoringTask
+from penstock.services.runtime.plugins import UserCodeError, load_plugin
+from penstock.services.runtime.scorer import Answer, Key, ScorerActor, ScoringTask
 from penstock.services.runtime.settings import Section
 
 log = structlog.get_logger()
 
 AT_ONCE_S = 0.05
 """What takes less is said together."""
+FAILED_IN_A_ROW = 8
+"""So many different groups that a process cannot score, with none between that it can, are its own fault, most
+probably."""
 
 BUILT_IN = {
     "reward_model": "penstock.services.modeling.reward_model:RewardModel",
@@ -137,7 +140,8 @@ def check_methods(made: Any, config: ScorerConfig, key: str) -> None:
 
 
 class CustomScorer:
-    """Calls the user's class, a group at a time. What it raises, or returns wrong, costs that group alone.
+    """Calls the user's class, a group at a time. What it raises, or returns wrong, costs that group alone; of one
+    group after the other, and the process ends and another begins: its device, or whom it asks, may be gone.
     ``temperature``: the run's."""
 
     def __init__(self, config: ScorerConfig, kind: str, temperature: float = 1.0) -> None:
@@ -150,6 +154,9 @@ class CustomScorer:
         except Exception as error:  # the user's own code
             raise SetupError(f"{key}: {config.scorer} cannot be made: {type(error).__name__}: {error}") from error
         check_methods(self._scorer, config, key)
+        self._key = key
+        self._failed: set[Key] = set()
+        """Groups since the last one that it could score."""
 
     def room(self, in_hand: int) -> int:
         """See `ScorerConfig.groups_in_hand`."""
@@ -167,9 +174,15 @@ class CustomScorer:
             except Exception as error:  # the user's own code
                 reason = f"{self._config.scorer}: {type(error).__name__}: {error}"
                 log.warning("a group cannot be scored", group=task.key[1], error=reason, exc_info=True)
+                self._failed.add(task.key)
+                if len(self._failed) >= FAILED_IN_A_ROW:
+                    many = f"{self._key}: {len(self._failed)} groups in a row cannot be scored, the last for {reason}"
+                    answer(task, task.wanted[0], ends=UserCodeError(many))
+                    return tasks[place + 1 :]
                 for column in task.wanted:
                     answer(task, column, unusable=reason)
             else:
+                self._failed.clear()
                 for column in task.wanted:
                     answer(task, column, found[column])
         return ()

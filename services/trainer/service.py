@@ -239,17 +239,17 @@ class Trainer:
         metrics |= {"mismatch_bound": self._settings.trainer.mismatch_warning}
         metrics |= {"gather_s": snapshot.cost.gather_s, "digest_s": snapshot.cost.digest_s}
         failpoint.reach("trained", batch.step)
+        numbers = [group.number for group in batch.groups]
 
         def durable(answer: Future[Message]) -> None:
             if answer.exception() is not None:
                 return
             failpoint.reach("committed", batch.step)
-            numbers = [group.number for group in batch.groups]
             row = LedgerRow(step=batch.step, groups=numbers, seed=batch.seed, max_lag=batch.max_lag, digest=digest)
             self._tail = [*self._tail, row][-TAIL_STEPS:]
             self.actor.version = snapshot.version
 
-        message = Commit(step=batch.step, digest=digest, metrics=metrics, version=published)
+        message = Commit(step=batch.step, groups=numbers, digest=digest, metrics=metrics, version=published)
         answer = self.actor.mailbox.ask_later(message, ANSWER_DEADLINE_S)
         answer.add_done_callback(durable)
         return answer

@@ -194,7 +194,7 @@ class World:
     def commit(self) -> None:
         """Perhaps while the next step is taken already."""
         assert self.pending is not None
-        self.groups.ledger.commit(self.pending.step, f"digest-{self.pending.step}")
+        self.groups.ledger.commit(self.pending.step, self.pending.groups, f"digest-{self.pending.step}")
         self.journal.commit()
         self.pending = None
 

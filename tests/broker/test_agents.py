@@ -243,12 +243,12 @@ def test_a_turn_that_may_kill_its_rollouts_is_given_alone(gateways: Gateways) ->
     first = {gateways.rollout.next(m.Generate).id for _ in range(2)}
     second = gateways.stage.rollout(incarnation="2")
     assert {second.next(m.Generate).id for _ in range(2)} == first
-    third = gateways.stage.rollout(incarnation="3")
+    third = gateways.stage.rollout(incarnation="3", credit=8)
     suspect = third.next(m.Generate)
     other = asked(gateway, leases[2], "another")
     time.sleep(0.2)
     assert third.box.inbox.empty(), "it holds a suspect"
-    beside = gateways.stage.rollout("rollout-1")
+    beside = gateways.stage.rollout("rollout-1", credit=8)
     assert {beside.next(m.Generate).id} == first - {suspect.id}
     time.sleep(0.2)
     assert beside.box.inbox.empty()

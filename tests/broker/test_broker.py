@@ -114,6 +114,12 @@ def finished(lease: m.Lease, group: Group) -> m.Finished:
     )
 
 
+def trained(batch: m.Batch, digest: str = "", metrics: dict[str, float] | None = None) -> m.Commit:
+    """The trainer's word that it has learned from ``batch``."""
+    numbers = [group.number for group in batch.groups]
+    return m.Commit(step=batch.step, groups=numbers, digest=digest or f"digest-{batch.step}", metrics=metrics or {})
+
+
 class Stage:
     """A broker in a thread, and its peers."""
 
@@ -186,7 +192,7 @@ def test_the_gate_opens_with_the_versions(stage: Stage) -> None:
     assert [g.number for g in batch.groups] == [0, 1, 2]
     again = stage.trainer.box.ask(m.Take(step=0), 5)
     assert [g.number for g in again.groups] == [0, 1, 2] and again.seed == batch.seed
-    stage.trainer.box.ask(m.Commit(step=0, digest="d1", metrics={"reward": 0.5}), 5)
+    stage.trainer.box.ask(trained(batch, "d1", {"reward": 0.5}), 5)
     time.sleep(0.2)
     assert rollout.box.inbox.empty()  # committed, but this rollout does not serve version 1 yet
     stage.load(rollout, 1)
@@ -356,12 +362,23 @@ def test_numbers_that_are_none_and_words_without_end_cost_the_broker_nothing(sta
 
 
 def test_experience_that_no_scorer_can_read_costs_its_group_alone(stage: Stage) -> None:
+    """Once two have said so, where there are two: it might be one scorer that can read nothing."""
     rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
     reward.box.tell(m.Credit(total=100))
     for lease in rollout.leases(2 * B):
         rollout.finish(lease)
+    given = [item.number for _ in range(2 * B) for item in reward.next(m.Work).items]
+    assert given == list(range(2 * B))
+    other = stage.peer("reward", "reward-1")
+    other.box.tell(m.Credit(total=1))
+    other.box.ask(m.StatusRequest(), 5)
     unusable = m.Score(purpose="train", number=1, values=np.zeros(0, np.float32), unusable="not msgpack")
-    reward.box.ask(m.Scores(column=REWARDS.name, scores=[unusable]), 5)
+    said = m.Scores(column=REWARDS.name, scores=[unusable])
+    reward.box.ask(said, 5)
+    reward.box.ask(said, 5)  # not acknowledged in time, say
+    assert not (stage.folder / "dropped.jsonl").read_text()
+    assert [item.number for item in other.next(m.Work).items] == [1]
+    other.box.ask(said, 5)
     assert "not msgpack" in (stage.folder / "dropped.jsonl").read_text()
     assert rollout.leases(1)[0].number == 2 * B
 
@@ -408,11 +425,11 @@ def test_a_group_that_may_kill_its_rollouts_is_given_alone_and_then_dropped(stag
     held = stage.rollout(incarnation="1").leases(2 * B)
     stage.rollout(incarnation="2").leases(2 * B)
     for incarnation in "345":
-        suspect = stage.rollout(incarnation=incarnation)
+        suspect = stage.rollout(incarnation=incarnation, credit=8)
         assert [lease.number for lease in suspect.leases(1)] == [held[0].number]
         time.sleep(0.2)
         assert not [e for e in iter_inbox(suspect) if isinstance(e, m.Lease)]
-    last = stage.rollout(incarnation="6")
+    last = stage.rollout(incarnation="6", credit=8)
     assert [lease.number for lease in last.leases(1)] == [held[1].number]
     last.finish(m.Lease(purpose="train", number=1, attempt=3, seed=0, prompt=held[1].prompt, sampling=held[1].sampling))
     assert last.leases(1)[0].number == held[2].number
@@ -436,6 +453,20 @@ def test_while_a_suspected_group_waits_for_an_idle_rollout_the_others_go_on(stag
     other.box.tell(m.Credit(total=3))
     time.sleep(0.2)
     assert not [e for e in iter_inbox(roomy) if isinstance(e, m.Lease)], "it holds a suspect"
+
+
+def test_a_step_that_was_trained_on_other_groups_is_not_taken_for_this_one(stage: Stage) -> None:
+    """As where the store has lost a step that the trainer holds, and the critic has had it taken anew."""
+    rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
+    reward.box.tell(m.Credit(total=100))
+    for lease in rollout.leases(2 * B):
+        rollout.finish(lease)
+    reward.score(2 * B)
+    batch = stage.trainer.box.ask(m.Take(step=0), 5)
+    wrong = trained(batch).model_copy(update={"groups": [1, 2, 3]})
+    with pytest.raises(RefusedError, match=r"step 0 is of the groups \[0, 1, 2\], and was trained on \[1, 2, 3\]"):
+        stage.trainer.box.ask(wrong, 5)
+    stage.trainer.box.ask(trained(batch), 5)
 
 
 def test_nothing_is_leased_beyond_the_last_step(tmp_path: Path, redis_url: str) -> None:
@@ -489,8 +520,9 @@ def test_the_last_step_takes_what_the_prompts_have_left(tmp_path: Path, redis_ur
     reward.score(4)
     sizes = []
     for step in (0, 1):
-        sizes.append(len(stage.trainer.box.ask(m.Take(step=step), 5).groups))
-        stage.trainer.box.ask(m.Commit(step=step, digest=f"d{step}", metrics={}), 5)
+        batch = stage.trainer.box.ask(m.Take(step=step), 5)
+        sizes.append(len(batch.groups))
+        stage.trainer.box.ask(trained(batch), 5)
     assert sizes == [3, 1]
     ended = stage.trainer.box.ask(m.Take(step=2), 5)
     assert isinstance(ended, m.Exhausted) and ended.reason == "the prompts ended"
@@ -519,7 +551,7 @@ def test_a_step_that_was_taken_keeps_its_groups_and_its_bound_however_the_run_go
     retaken = [trainer.box.ask(m.Take(step=step), 5) for step in (0, 1)]
     assert [batch.max_lag for batch in retaken] == [2, 2]
     assert [[g.number for g in b.groups] for b in retaken] == [[g.number for g in b.groups] for b in taken]
-    trainer.box.ask(m.Commit(step=0, digest="d0", metrics={}), 5)
+    trainer.box.ask(trained(retaken[0]), 5)
     again.close()
     assert [row["max_lag"] for row in read_lines(tmp_path / "ledger.jsonl")] == [2]
     assert [row["max_lag"] for row in read_lines(tmp_path / "metrics.jsonl") if "train_s" in row] == [2]
@@ -547,7 +579,7 @@ def test_trackers_are_shown_a_steps_answers_once_however_often_it_is_taken(
     stage = Stage(tmp_path, redis_url, trackers=("answer_board:Board",), tracker_samples=B + 1)
     judge_two_steps(stage)
     taken = [stage.trainer.box.ask(m.Take(step=step), 5) for step in (0, 0)]
-    stage.trainer.box.ask(m.Commit(step=0, digest="d0", metrics={}), 5)
+    stage.trainer.box.ask(trained(taken[0]), 5)
     stage.close()
     again = Stage(tmp_path, redis_url, trackers=("answer_board:Board",), tracker_samples=B + 1)
     trainer = again.peer("trainer", "trainer")  # it has lost the version that step 0 has yielded
@@ -575,9 +607,9 @@ def test_a_broker_that_was_killed_after_the_end_says_so_when_it_is_back(
         rollout.finish(lease)
     reward.score(B)
     trainer = stage.trainer.box
-    trainer.ask(m.Take(step=0), 5)
+    batch = trainer.ask(m.Take(step=0), 5)
     metrics = {"reward": 0.5, "lag_max": 0.0, "lag_mean": 0.0, "tokens": 6.0, "tokens_lagging": 0.0}
-    trainer.ask(m.Commit(step=0, digest="digest-1", metrics=metrics), 5)
+    trainer.ask(trained(batch, metrics=metrics), 5)
     trainer.ask(m.Checkpointed(version=1, path="", final=True), 5)
     stage.close()
     assert stage.broker.state["phase"] == "done"

@@ -58,7 +58,7 @@ def play(groups: GroupTracker, born: dict[int, int], chance: random.Random, unti
         elif move == "train" and (step := groups.ledger.taken(version)) is not None:
             for number in step.groups:
                 assert version - born[number] <= step.max_lag, (number, born[number], step)
-            groups.ledger.commit(version, f"digest-{version}")
+            groups.ledger.commit(version, step.groups, f"digest-{version}")
     assert groups.ledger.committed >= until, "it has not come to its end"
 
 
@@ -89,7 +89,7 @@ def test_a_wider_window_is_not_charged_to_those_that_were_overtaken() -> None:
             groups.scored(number, COLUMN.name)
     taken = groups.take(0, 0)
     assert taken is not None and taken.groups == [1, 2, 3, 4]
-    groups.ledger.commit(0, "digest-0")
+    groups.ledger.commit(0, taken.groups, "digest-0")
     journal.commit()
     again = tracker(journal, (4, 1, 0))
     assert again.drops == 1 and not again.replay.entries, "it would be trained one version late"

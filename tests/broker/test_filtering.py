@@ -22,7 +22,7 @@ from penstock.services.broker.rules.groups import GroupTracker
 from penstock.services.rollout.config import SamplingConfig
 from penstock.services.runtime.lines import read_lines
 from tests.broker.machine import COLUMNS, Memory
-from tests.broker.test_broker import B, Peer, Stage
+from tests.broker.test_broker import B, Peer, Stage, trained
 
 EXACT = Column(name="reward/exact", scorer="reward", nullable=True)
 OVERLONG = Column(name="reward/overlong", scorer="reward", nullable=True)
@@ -109,7 +109,7 @@ def test_accuracy_is_filtered_where_a_punishment_stands_beside_it_and_the_step_s
     said(reward, OVERLONG, {n: [-0.5, 0.0] for n in marks})  # in the sum, no group's answers are alike
     batch = stage.trainer.box.ask(m.Take(step=0), 5)
     assert [group.number for group in batch.groups] == [1, 3, 4]
-    stage.trainer.box.ask(m.Commit(step=0, digest="d", metrics={}), 5)
+    stage.trainer.box.ask(trained(batch), 5)
     stage.close()
     drops = {row["group"]: (row["kind"], row["reason"]) for row in read_lines(tmp_path / "dropped.jsonl")}
     assert drops == {

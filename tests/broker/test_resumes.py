@@ -29,6 +29,7 @@ from penstock.services.broker.store import StoreError
 from penstock.services.rollout.config import SamplingConfig
 from tests.broker.machine import COLUMNS, Memory
 from tests.broker.test_broker import REWARDS, B, N, Peer, Stage, settings
+from tests.broker.test_broker import trained as commit_of
 from tests.weights.channel import until
 
 OTHER = Column(name="reward/slow", scorer="reward", nullable=True)
@@ -46,8 +47,8 @@ def train(stage: Stage, steps: int) -> Peer:
         for lease in rollout.leases(B):
             rollout.finish(lease, step)
         reward.score(B)
-        assert isinstance(trainer.box.ask(m.Take(step=step), 10), m.Batch)
-        trainer.box.ask(m.Commit(step=step, digest=f"digest-{step}", metrics={}), 5)
+        batch = trainer.box.ask(m.Take(step=step), 10)
+        trainer.box.ask(commit_of(batch), 5)
         stage.load(rollout, step + 1)
     return trainer
 
@@ -155,8 +156,8 @@ def test_an_evaluation_while_the_run_trains_waits_for_its_version_and_training_d
     for lease in first[:B]:
         rollout.finish(lease)
     reward.score(B)
-    assert isinstance(stage.trainer.box.ask(m.Take(step=0), 10), m.Batch)
-    stage.trainer.box.ask(m.Commit(step=0, digest="digest-0", metrics={}), 5)
+    batch = stage.trainer.box.ask(m.Take(step=0), 10)
+    stage.trainer.box.ask(commit_of(batch), 5)
     until(lambda: stage.broker._state.evaluation.round, 5, "the evaluation")
     other = stage.rollout("rollout-1")
     rollout.box.ask(m.StatusRequest(), 5)

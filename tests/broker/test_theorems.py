@@ -132,7 +132,7 @@ class NumberGivenAgain(World):
         super().drop(number)
         self.groups.leases.open[number] = Lease(number, 0)
         self.groups.leases.open = dict(sorted(self.groups.leases.open.items()))
-        heappush(self.groups.leases._waiting, number)
+        heappush(self.groups.leases._sound, number)
         self.journal.commit()
 
 
@@ -224,7 +224,7 @@ MUTATIONS = [
     (NumberGivenAgain, "has lag|can be leased|in two steps"),
     (OldIncarnationBelieved, "has lag"),
     (ArrivalOrder, "has lag"),
-    (TakeNotDurable, "was trained on in steps|has lag|cannot be taken"),
+    (TakeNotDurable, "was trained on|has lag|cannot be taken"),
     (CommitAfterPublish, "two weights were served"),
 ]
 

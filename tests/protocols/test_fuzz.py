@@ -50,7 +50,7 @@ def seeds() -> list[list[bytes]]:
         Credit(total=7),
         Heartbeat(gauges={"busy": 0.5}, holding={"train": [1, 2, 3]}),
         Hello(kind="rollout", name="r", host="h", pid=1),
-        Commit(step=1, digest="d", metrics={"reward": 1.0}),
+        Commit(step=1, groups=[2, 3], digest="d", metrics={"reward": 1.0}),
         Finished(purpose="train", number=3, attempt=1, summary=SUMMARY, experience=as_bytes(group)),
         Finished(purpose="train", number=3, attempt=1, summary=SUMMARY, experience=big),
         Scores(column="reward/exact", scores=[Score(purpose="eval", number=1, values=np.zeros(3, np.float32))]),

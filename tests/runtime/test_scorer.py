@@ -27,6 +27,7 @@ from penstock.services.reward.service import Reward
 from penstock.services.runtime import checkpoint_folders
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.custom_scorer import CustomScorer, ScorerConfig
+from penstock.services.runtime.plugins import UserCodeError
 from penstock.services.runtime.scorer import Scorer, ScorerActor, ScoringTask
 from penstock.services.user_processes.pool import WorkerPool
 from penstock.services.user_processes.worker import ProgramError
@@ -291,3 +292,20 @@ def test_a_group_with_ids_that_the_reference_does_not_know_costs_itself_alone(tm
     assert said.keys() == {0, 1, 2} and not said[0] and not said[2]
     assert "is beyond the model's vocabulary" in said[1]
     assert not reference.score(tasks[1:2], answer), "also where there is no other"
+
+
+class Broken:
+    """From a group on it can do nothing, as where its device is gone."""
+
+    def score_group(self, group: Group, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if group.number >= 3:
+            raise RuntimeError(f"device lost at {group.number}")
+        return {"x": np.zeros(len(group.trajectories), np.float32)}
+
+
+def test_a_scorer_that_fails_on_one_group_after_the_other_ends_its_process(tmp_path: Path) -> None:
+    with Broker(_groups(40), "x", last=40) as broker:
+        with pytest.raises(UserCodeError, match="scorers.x: 8 groups in a row cannot be scored, .*device lost at 10"):
+            _scorer(broker, _custom("Broken"), tmp_path).run()
+        said = [score for message in broker.scores for score in message.scores]
+    assert sum(bool(score.unusable) for score in said) < 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import structlog
@@ -101,10 +101,10 @@ class GroupTracker:
         """The prompts are used up."""
         return self.draws is not None and self.leases.next_draw >= self.draws
 
-    def next_lease(self, version: int, besides: Collection[int] = ()) -> Lease | None:
-        """The group that a rollout serving ``version`` may generate now, a repeated one first, ``besides`` some of
-        those; None while the gate is shut, at the last step and at the end of the prompts."""
-        lease = self.leases.waiting(besides)
+    def next_lease(self, version: int, sound: bool = False) -> Lease | None:
+        """The group that a rollout serving ``version`` may generate now, a repeated one first, ``sound``: but no
+        suspect; None while the gate is shut, at the last step and at the end of the prompts."""
+        lease = self.leases.waiting(sound)
         if lease:
             return lease if version >= self.gate.required_version(lease.number) else None
         number = self.leases.next_number

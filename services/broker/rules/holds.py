@@ -16,6 +16,10 @@ from typing import Generic, TypeVar
 
 Key = TypeVar("Key")
 
+SUSPECT_AFTER = 2
+"""What was given so often without an answer may be what kills its holders: it is given to one that holds nothing else,
+and with few others like it."""
+
 
 @dataclass(slots=True)
 class Hold:

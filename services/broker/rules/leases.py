@@ -11,11 +11,10 @@ new ──▶ waiting ◀──────────── expired, holder go
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from penstock.services.broker.rules.holds import Holds
+from penstock.services.broker.rules.holds import SUSPECT_AFTER, Holds
 from penstock.services.broker.rules.journal import Journal
 
 
@@ -51,8 +50,11 @@ class Leases:
             if row["holder"]:
                 self.holds.take(row["number"], row["holder"], 0.0)
         # Numbers of the groups that nobody generates, and some that somebody does by now, or that are closed.
-        self._waiting = [number for number in self.open if number not in self.holds.held]
-        heapify(self._waiting)
+        free = [lease for lease in self.open.values() if lease.number not in self.holds.held]
+        self._sound = [lease.number for lease in free if lease.attempt < SUSPECT_AFTER]
+        self._suspects = [lease.number for lease in free if lease.attempt >= SUSPECT_AFTER]
+        heapify(self._sound)
+        heapify(self._suspects)
         counters = journal.rows("counters").get(self.TABLE)
         if counters:
             self.next_number, self.next_draw = counters["next_number"], counters["next_draw"]
@@ -67,21 +69,16 @@ class Leases:
         self._wait(lease.number)
         return lease
 
-    def waiting(self, besides: Collection[int] = ()) -> Lease | None:
-        """The lowest-numbered group that nobody generates, ``besides`` some."""
-        found: Lease | None = None
-        passed: list[int] = []
-        while self._waiting:
-            number = self._waiting[0]
-            if number in self.open and number not in self.holds.held:
-                if number not in besides:
-                    found = self.open[number]
-                    break
-                passed.append(number)
-            heappop(self._waiting)
-        for number in passed:
-            heappush(self._waiting, number)
-        return found
+    def waiting(self, sound: bool = False) -> Lease | None:
+        """The lowest-numbered group that nobody generates; ``sound``: of those that are no suspects."""
+        numbers = [self._first(self._sound), None if sound else self._first(self._suspects)]
+        number = min((number for number in numbers if number is not None), default=None)
+        return None if number is None else self.open[number]
+
+    def _first(self, heap: list[int]) -> int | None:
+        while heap and (heap[0] not in self.open or heap[0] in self.holds.held):
+            heappop(heap)
+        return heap[0] if heap else None
 
     def grant(self, lease: Lease, holder: str, deadline: float) -> None:
         """``holder`` generates the group until ``deadline``."""
@@ -126,7 +123,7 @@ class Leases:
         return lease
 
     def _wait(self, number: int) -> None:
-        heappush(self._waiting, number)
+        heappush(self._suspects if self.open[number].attempt >= SUSPECT_AFTER else self._sound, number)
         self._write(self.open[number])
 
     def _write_counters(self) -> None:

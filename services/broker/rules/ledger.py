@@ -89,14 +89,19 @@ class Ledger:
         self._write(taken)
         return taken
 
-    def commit(self, step: int, digest: str) -> bool:
-        """``step`` is trained. False where it was committed before: a repeated message, or a step that was redone and,
-        without determinism, may have another digest now."""
+    def commit(self, step: int, groups: list[int], digest: str) -> bool:
+        """``step`` is trained on ``groups``. False where it was committed before: a repeated message, or a step that
+        was redone and, without determinism, may have another digest now."""
         taken = self.taken(step)
         if taken is None:
             raise LedgerError(f"step {step} was never taken")
         if step > self.committed:
             raise LedgerError(f"step {step} cannot be committed before step {self.committed}")
+        if taken.groups != groups:
+            raise LedgerError(
+                f"step {step} is of the groups {taken.groups}, and was trained on {groups}: the store has lost it and "
+                "it was taken again; start the trainer again, which redoes it"
+            )
         first = taken.digest is None
         if taken.digest != digest:
             taken.digest = digest

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from penstock.protocols.columns import Column
-from penstock.services.broker.rules.holds import Holds
+from penstock.services.broker.rules.holds import SUSPECT_AFTER, Holds
 from penstock.services.broker.rules.journal import Journal
 
 
@@ -35,6 +35,13 @@ class Entry:
     """Columns that are not there yet."""
     attempts: dict[str, int] = field(default_factory=dict)
     """How often each column was asked for."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Who has said that it cannot write a column for the group."""
+
+
+def attempts_of(entry: Entry, columns: Sequence[Column]) -> int:
+    """How often that one of ``columns`` was asked for that was asked for most."""
+    return max(entry.attempts.get(column.name, 0) for column in columns)
 
 
 class Replay:
@@ -52,6 +59,10 @@ class Replay:
         self.holds: Holds[tuple[int, str]] = Holds(lambda key: key[0], lambda key: self._want(*key))
         self._wanting: dict[str, list[int]] = {column.scorer: [] for column in columns}
         """Numbers, as heaps, of the groups that a scorer may have columns to write for, and some it has not."""
+        self._wanting_alone: dict[str, list[int]] = {column.scorer: [] for column in columns}
+        """Of those, the suspects."""
+        self._given_alone: dict[str, set[int]] = {column.scorer: set() for column in columns}
+        """Suspects that somebody had, and may have yet."""
         self._ready: list[int] = []
         self._unready: list[int] = []
         """A heap; it may hold numbers that are ready, or gone, by now."""
@@ -84,12 +95,38 @@ class Replay:
         return len(self.entries) - len(self._ready)
 
     def unoffered(self, scorer: str) -> Iterator[tuple[Entry, list[Column]]]:
-        """Groups with columns that ``scorer`` could write now and that nobody works on, lowest number first. Each is
-        to be offered, or left at the end."""
-        heap = self._wanting.get(scorer, [])
+        """Groups with columns that ``scorer`` could write now and that nobody works on, but for suspects, lowest
+        number first. Each is to be offered, or left at the end."""
+        return self._open_of(self._wanting.get(scorer, []), scorer, self._wanting_alone.get(scorer, []))
+
+    def suspects(self, scorer: str) -> Iterator[tuple[Entry, list[Column]]]:
+        """As `unoffered`: those that were offered so often without an answer that they may be why there was none."""
+        wanting, alone = self._wanting.get(scorer, []), self._wanting_alone.get(scorer, [])
+        next(self._open_of(wanting, scorer, alone), None)  # those that come first are sorted out
+        return self._open_of(alone, scorer)
+
+    def alone(self, scorer: str) -> set[str]:
+        """Processes of ``scorer`` that have a suspect, and should get nothing beside it."""
+        given = self._given_alone.get(scorer, set())
+        held = {
+            (number, name): self.holds.holder((number, name))
+            for number in given
+            for name, column in self._columns.items()
+            if column.scorer == scorer
+        }
+        given.intersection_update({number for (number, _), holder in held.items() if holder})
+        return {holder for holder in held.values() if holder}
+
+    def _open_of(
+        self, heap: list[int], scorer: str, aside: list[int] | None = None
+    ) -> Iterator[tuple[Entry, list[Column]]]:
+        """Of ``heap``; suspects are put ``aside``."""
         while heap:
             entry = self.entries.get(heap[0])
             columns = self._open_columns(entry, scorer) if entry else []
+            if entry and columns and aside is not None and attempts_of(entry, columns) >= SUSPECT_AFTER:
+                heappush(aside, heappop(heap))
+                continue
             if entry and columns:
                 yield entry, columns
             if heap and (not entry or not self._open_columns(entry, scorer)):
@@ -102,6 +139,20 @@ class Replay:
         for column in columns:
             self.holds.take((entry.number, column.name), holder, deadline)
             entry.attempts[column.name] = entry.attempts.get(column.name, 0) + 1
+            if entry.attempts[column.name] > SUSPECT_AFTER:
+                self._given_alone[column.scorer].add(entry.number)
+
+    def refuse(self, entry: Entry, column: str, by: str, most: int) -> bool:
+        """``by``, which works on it, says that nobody can write ``column`` for it. True where that is so: it was said
+        before, or there are no more of ``most`` attempts; else it is offered once more, since it may be that process
+        that cannot. False of a repeated answer, too."""
+        if self.holds.holder((entry.number, column)) != by:
+            return False
+        if column in entry.refused or entry.attempts.get(column, 0) >= most:
+            return True
+        entry.refused[column] = by
+        self.holds.free((entry.number, column))
+        return False
 
     def wants(self, number: int, column: str) -> Entry | None:
         """The group, if it still waits for ``column``; None for a repeated answer, or for a group that is gone."""
