@@ -176,6 +176,7 @@ class AgentDesk:
         answer = said.answer.tobytes()
         state.records.keep((key.purpose, key.number), key.note_record, turn.note)
         state.records.keep((key.purpose, key.number), key.answer_record, answer)
+        self._leases(key.purpose).gets_on(key.number)
         self._answer(turn, answer)
 
     def on_note(self, member: Member, request: int, note: m.Note) -> None:
@@ -191,9 +192,12 @@ class AgentDesk:
         self._state.turns.end((given.purpose, given.number))
         self._state.router.send(member.identity, m.Ack(), request)
 
+    def _leases(self, purpose: str) -> Leases:
+        return self._state.groups.leases if purpose == "train" else self._state.evaluation.leases
+
     def _held(self, member: Member, purpose: str, number: int) -> Leases:
         """Where this gateway holds it. Raises `NotHeldError` unless this gateway holds the group."""
-        leases = self._state.groups.leases if purpose == "train" else self._state.evaluation.leases
+        leases = self._leases(purpose)
         if leases.holder(number) != member.identity:
             raise NotHeldError(f"{purpose} group {number} is not leased to {member.identity} (any more)")
         return leases

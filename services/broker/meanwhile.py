@@ -59,6 +59,10 @@ class Meanwhile:
             return done.result()
 
     def said(self) -> list[Said]:
-        """What came, and is to be handled now."""
-        found, self._said, self._beats = [*self._beats.values(), *self._said], [], {}
+        """What came, and is to be handled now. Who has said hello is known by that alone: told to say it once more, as
+        it had beaten before, it would not name what the first hello gives it."""
+        hello = {identity for identity, _, message in self._said if isinstance(message, m.Hello)}
+        first = [beat for identity, beat in self._beats.items() if identity not in hello]
+        found = [*first, *self._said, *(beat for identity, beat in self._beats.items() if identity in hello)]
+        self._said, self._beats = [], {}
         return found

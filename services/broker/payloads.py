@@ -69,6 +69,15 @@ class Payloads:
         """It is there."""
         return column in self._parts(key)
 
+    def lacking(self, numbers: list[int], column: str) -> list[int]:
+        """Those of the training groups ``numbers`` of a broker before this one that are without a column. They may have
+        gigabytes together, of which nothing is read."""
+        return [
+            number
+            for number, found in zip(numbers, self._store.has_payloads(numbers, column), strict=True)
+            if not found
+        ]
+
     def columns(self, key: Key, names: Sequence[str]) -> dict[str, np.ndarray]:
         """These columns of a group, which must be there."""
         parts = self._parts(key) if names else {}

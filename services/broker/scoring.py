@@ -71,15 +71,16 @@ def replay_of(state: BrokerState, purpose: Purpose) -> Replay:
 def complete(state: BrokerState) -> None:
     """Groups of a run that is resumed, and needs fewer columns than it did, may lack nothing but their sums. Those for
     which there are too few answers now are dropped."""
-    for number, entry in list(state.groups.replay.entries.items()):
+    replay = state.groups.replay
+    for number, entry in list(replay.entries.items()):
         if entry.trajectories < state.settings.sampling.trajectories:
             state.payloads.forget(("train", number))
             reason = f"{entry.trajectories} answers were made, and more are asked for now"
             state.groups.without_failure(number, reason)
-    for number, entry in list(state.groups.replay.entries.items()):
-        for total in state.settings.columns.trained_sums:
-            here = number in state.groups.replay.entries and not total.terms.keys() & entry.needs
-            if here and not state.payloads.has(("train", number), total.name):
+    for total in state.settings.columns.trained_sums:
+        summed = [number for number, entry in replay.entries.items() if not total.terms.keys() & entry.needs]
+        for number in state.payloads.lacking(summed, total.name):
+            if number in replay.entries:
                 _add_sum(state, "train", number, total, [])
                 _filter(state, number)
 

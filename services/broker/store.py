@@ -123,6 +123,18 @@ class Store:
             _, *groups = self._persist(read)
         return [{part.decode(): data for part, data in group.items()} for group in groups]
 
+    def has_payloads(self, numbers: list[int], part: str) -> list[bool]:
+        """Which of these groups have this part, in one round trip, without reading it: of a store that was opened just
+        now."""
+
+        def look() -> list[Any]:
+            pipeline = self._redis.pipeline(transaction=False)
+            for number in numbers:
+                pipeline.hexists(f"{self._prefix}payload:{number}", part)
+            return pipeline.execute()
+
+        return [bool(found) for found in self._persist(look)]
+
     def delete_payloads(self, number: int, table: str = "payload") -> None:
         """Frees a group."""
         self._queued.append(("DEL", f"{self._prefix}{table}:{number}"))

@@ -34,7 +34,7 @@ class Silence:
         passed, self._looked_at = now - self._looked_at, now
         for held in every:
             if passed > health.AWAY_S:
-                held.turned += passed
+                held.touched, held.turned = held.touched + passed, held.turned + passed
                 held.heard = None if held.heard is None else now
             if reason := held.lost(self._config):
                 beats, held.touched, held.heard = held.heard is not None, now, None

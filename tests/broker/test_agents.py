@@ -100,6 +100,17 @@ def test_a_group_that_was_given_back_keeps_what_was_kept_of_it(gateways: Gateway
     assert gateways.stage.trainer.box.ask(m.StatusRequest(), 5).state["totals"]["leased"] == 1
 
 
+def test_a_group_that_gets_on_outlives_any_number_of_gateways(gateways: Gateways) -> None:
+    for life in range(1, 8):
+        gateway = gateways.stage.peer("gateway", "gateway-0", str(life))
+        gateway.box.tell(m.Credit(total=1))
+        (lease,) = gateway.leases(1)
+        assert lease.number == 0 and lease.attempt <= 2
+        said = asked(gateway, lease, f"turn of life {life}")
+        answer(gateways.rollout, b"yes")
+        said.result(5)
+
+
 def test_a_stall_names_the_sessions_whose_agents_have_the_word(tmp_path: Path, redis_url: str) -> None:
     stage = Stage(tmp_path, redis_url, agents=True, broker=BrokerConfig(dead_after_s=20, heartbeat_s=0.2, stall_s=0.5))
     stage.load(stage.rollout(), 0)

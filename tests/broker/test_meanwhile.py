@@ -60,3 +60,22 @@ def test_what_is_large_and_will_be_said_again_is_left_out_where_there_is_no_more
             assert time.monotonic() < until + 40
     finally:
         reward.close(0)
+
+
+def test_who_has_beaten_and_said_hello_is_heard_in_the_order_that_makes_it_known(router: RouterServer) -> None:
+    """Beats stand for all that came meanwhile, and a broker that was started again knows nobody."""
+    heard = Meanwhile(router)
+    new, old = (Mailbox(router.address, incarnation_of(name)) for name in ("rollout-0", "rollout-1"))
+    until = time.monotonic() + 20
+    try:
+        for box in (new, old):
+            box.tell(m.Heartbeat())
+        new.tell(m.Hello(name="rollout-0", kind="rollout", host="h", pid=1))
+        while len(heard._beats) < 2 or not heard._said:
+            heard()
+            assert time.monotonic() < until
+        kinds = [(identity, type(message)) for identity, _, message in heard.said()]
+        assert kinds == [(old.identity, m.Heartbeat), (new.identity, m.Hello), (new.identity, m.Heartbeat)]
+    finally:
+        new.close(0)
+        old.close(0)

@@ -91,3 +91,16 @@ def test_a_step_that_was_taken_with_other_columns_says_what_to_do(redis_url: str
         payloads.taken([0], TABLE.names)
     with pytest.raises(StoreError, match="the store has lost group 7"):
         payloads.taken([7], TABLE.names)
+
+
+def test_which_groups_lack_a_column_is_known_without_reading_them(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, payloads = make(redis_url)
+    for number in range(3):
+        payloads.begin(("train", number), b"experience")
+    payloads.add(("train", 1), "reward", column(1))
+    store.commit()
+    store, payloads = make(redis_url)
+    monkeypatch.setattr(store, "payloads", lambda *_: pytest.fail("it reads them"))
+    assert payloads.lacking([0, 1, 2], "reward") == [0, 2] and payloads.lacking([], "reward") == []

@@ -92,3 +92,22 @@ class Machine(RuleBasedStateMachine):
 
 TestTurns = Machine.TestCase
 TestTurns.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_the_end_of_a_group_is_no_matter_of_how_many_others_there_are() -> None:
+    turns, compared = Turns(), []
+
+    class Number(int):
+        def __eq__(self, other: object) -> bool:
+            compared.append(other)
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    for number in range(1000):
+        group = ("train", Number(number))
+        turn = turns.ask(group, number, (*group, 0), None, ("gateway-0#1", number))
+        turns.grant(turn, "rollout-0#1", 1e9)
+    compared.clear()
+    turns.end(("train", 500))
+    assert len(turns) == 999 and len(compared) < 50

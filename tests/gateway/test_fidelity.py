@@ -132,6 +132,13 @@ def test_while_the_gateway_itself_was_stopped_no_agent_was_silent(house: House) 
         desk.expire()
         await asyncio.sleep(0.1)
         assert held.session.life == 1, "this time it was silent"
+        other = await desk.open(1)
+        await desk.chat(other, [ASK], None)
+        other.touched = time.monotonic() - desk.config.idle_s - 5
+        desk._silence._looked_at = time.monotonic() - AWAY_S - desk.config.idle_s
+        desk.expire()
+        await asyncio.sleep(0.1)
+        assert await desk.find(other.id) is other, "by HTTP, too"
 
     house.run(agent)
 

@@ -92,6 +92,13 @@ class Leases:
         self.open[number].attempt -= self.open[number].counts
         self.holds.free(number)
 
+    def gets_on(self, number: int) -> None:
+        """Something durable has come of it: that its holders die is not its doing, so attempts are counted anew."""
+        lease = self.open.get(number)
+        if lease and lease.attempt > 1:
+            lease.attempt = 1
+            self._write(lease)
+
     def holder(self, number: int) -> str | None:
         """Who generates the group."""
         return self.holds.holder(number)

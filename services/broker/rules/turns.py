@@ -52,8 +52,10 @@ class Turns:
         """By id."""
         self._by_key: dict[Hashable, Turn] = {}
         self.holds: Holds[int] = Holds(lambda id: id, lambda id: None)
-        self._last: dict[Hashable, str] = {}
-        """Session to who answered it last."""
+        self._last: dict[Group, dict[Hashable, str]] = {}
+        """By group: session to who answered it last."""
+        self._of: dict[Group, dict[int, Turn]] = {}
+        """By group: its turns, by id."""
         self._unwanted: dict[str, list[int]] = {}
 
     def __len__(self) -> int:
@@ -74,6 +76,7 @@ class Turns:
         turn = Turn(self._next, group, key, session, request, asked_by)
         self._next += 1
         self.open[turn.id] = self._by_key[key] = turn
+        self._of.setdefault(group, {})[turn.id] = turn
         return turn
 
     def get(self, id: int) -> Turn | None:
@@ -86,12 +89,12 @@ class Turns:
 
     def last_holder(self, turn: Turn) -> str | None:
         """Who answered the session's turn before."""
-        return self._last.get(turn.session)
+        return self._last.get(turn.group, {}).get(turn.session)
 
     def grant(self, turn: Turn, holder: str, deadline: float) -> None:
         """``holder`` answers it, until ``deadline``."""
         self.holds.take(turn.id, holder, deadline)
-        self._last[turn.session] = holder
+        self._last.setdefault(turn.group, {})[turn.session] = holder
         turn.attempt += 1
 
     def give_back(self, id: int) -> None:
@@ -109,10 +112,9 @@ class Turns:
 
     def end(self, group: Group) -> None:
         """Nobody waits for turns of this group any more."""
-        for turn in [turn for turn in self.open.values() if turn.group == group]:
+        for turn in list(self._of.get(group, {}).values()):
             self._forget(turn)
-        for session in [session for session in self._last if session[:2] == group]:  # type: ignore[index]
-            del self._last[session]
+        self._last.pop(group, None)
 
     def unwanted(self) -> dict[str, list[int]]:
         """What has become of no use, by who is at work on it; each is told once."""
@@ -125,3 +127,7 @@ class Turns:
         self.holds.done(turn.id)
         del self.open[turn.id]
         del self._by_key[turn.key]
+        of_group = self._of[turn.group]
+        del of_group[turn.id]
+        if not of_group:
+            del self._of[turn.group]
