@@ -5,8 +5,9 @@ key means.
 """
 
 from penstock.pipeline.config.load import ConfigError, dump, load, parse
+from penstock.pipeline.config.models import ModelConfig, PretrainedModel, TinyModel, WarmStart
 from penstock.pipeline.config.passwords import hide_password
-from penstock.pipeline.config.schema import Config, ModelConfig, PretrainedModel, RunConfig, TinyModel, WarmStart
+from penstock.pipeline.config.schema import Config, RunConfig
 
 load_config = load
 """Its name in `penstock`, where ``load`` alone would say too little."""

@@ -15,11 +15,13 @@ from pydantic import ValidationError
 
 from penstock.pipeline.config import extended, origin
 from penstock.pipeline.config.errors import explain
+from penstock.pipeline.config.models import PretrainedModel, TinyModel
 from penstock.pipeline.config.passwords import hide_password
-from penstock.pipeline.config.schema import Config, PretrainedModel, TinyModel
+from penstock.pipeline.config.schema import Config
 from penstock.services.learning.config import LearnerConfig
-from penstock.services.runtime import own_code
+from penstock.services.runtime import own_code, own_positions
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.own_positions import Positions
 from penstock.services.runtime.user_folders import find_file, find_folder, look_first_in, look_in
 from penstock.services.trainer.presets import without_choices
 
@@ -98,7 +100,13 @@ def load(path: Path, overrides: list[str] | None = None, started: origin.Origin 
     for override in overrides or []:
         _apply(data, override)
     config = _with_template(_with_folders(parse(data)))
-    own_code.trust(isinstance(config.model, PretrainedModel) and config.model.trust_remote_code)
+    model = config.model
+    own_code.trust(isinstance(model, PretrainedModel) and model.trust_remote_code)
+    if isinstance(model, PretrainedModel):
+        paths = {model.path, config.reference.path or "", config.critic.path or ""}
+        own_positions.say(Positions(model.max_position_embeddings, model.rope_parameters), paths)
+    else:
+        own_positions.say(Positions(), ())
     return config
 
 

@@ -16,13 +16,13 @@ from penstock.pipeline.config.gateway import check_gateway
 from penstock.pipeline.config.given import check_given, given_by_preset
 from penstock.pipeline.config.head import check_head
 from penstock.pipeline.config.lora import check_lora
+from penstock.pipeline.config.models import ModelConfig, PretrainedModel
 from penstock.pipeline.config.programs import ProgramConfig
 from penstock.pipeline.config.reference import check_reference
 from penstock.pipeline.config.sources import check_sources
 from penstock.pipeline.config.updates import check_updates, given_by_trainer
 from penstock.protocols.columns import REFERENCE, VALUES, ColumnTable
 from penstock.protocols.experience import Sampling
-from penstock.protocols.versions import Dtype
 from penstock.services.broker.config import (
     BrokerConfig,
     GateConfig,
@@ -118,102 +118,6 @@ class RunConfig(Section):
             if data.pop("tensorboard"):
                 data.setdefault("trackers", ["tensorboard"])
         return data
-
-
-class PretrainedModel(Section):
-    """A causal language model of transformers."""
-
-    type: Literal["pretrained"] = "pretrained"
-    path: str
-    """A folder, or a name on the Hugging Face hub, e.g. ``Qwen/Qwen2.5-0.5B-Instruct``; behind an ``@`` the revision,
-    e.g. ``Qwen/Qwen2.5-0.5B-Instruct@7ae5576``, a commit, branch or tag: without it the newest. So with all names of
-    the hub."""
-    trust_remote_code: bool = False
-    """Run the code that came with a model, or its tokenizer, where transformers has none for it: of this one, and of
-    those of reference, critic, teachers and graders. It runs in every process of the run, with all that you may do:
-    read it first. See docs/models.md."""
-    dtype: Dtype = "bfloat16"
-    """What rollouts and reference compute in, and what is published; the trainer's master copy is float32."""
-    chat_template: str | None = None
-    """How chats are told to the model, in the place of the tokenizer's own template: a file with a template in Jinja,
-    e.g. ``chat.jinja``, or the template itself. Checkpoints have it; null: the tokenizer's own."""
-    head_dtype: Literal["float32"] | None = None
-    """What the head, the last matrix, computes logits in, in trainer, rollouts and reference alike, e.g. ``float32``:
-    where `dtype` has 16 bits much of what engine and trainer differ by comes from there (MiniMax 2025, MiniMax-M1,
-    arXiv:2506.13585). null: in `dtype`. Of a float32 model it changes nothing. See docs/engines.md."""
-    chat_template_kwargs: dict[str, Any] = {}
-    """What the tokenizer's chat template is told beside the messages, e.g. ``{enable_thinking: false}`` for Qwen 3's;
-    what it may be told is the template's own."""
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _is_no_template(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if "chat_template" in value:
-            raise ValueError("chat_template is a key of its own; set model.chat_template")
-        return value
-
-
-class WarmStart(Section):
-    """Supervised steps that teach a tiny model the form of an answer, but not yet to be right."""
-
-    steps: int = Field(150, ge=0)
-    """How many supervised steps; 0: none, the model starts with random weights."""
-    batch: int = Field(128, ge=1)
-    """Prompts with their answers in one such step."""
-    lr: float = Field(3e-3, gt=0)
-    """Learning rate at the first step; it falls to a tenth of it by the last."""
-    corrupted: float = Field(0.75, ge=0, le=1)
-    """Share of the answers whose characters are shuffled, so that only their form is taught, e.g. ``0.5``: half of
-    them. The others are shown as they are, and so is an answer of one character."""
-
-
-class TinyModel(Section):
-    """A character-level Qwen3 made on the spot, so that a run needs no download. It knows small letters, digits, the
-    marks of sums, and the characters of the first 2,000 rows of `prompts.train`; any other is ``<unk>`` to it."""
-
-    type: Literal["tiny"] = "tiny"
-    hidden_size: int = Field(128, ge=8)
-    """Width of the vectors between the layers."""
-    intermediate_size: int = Field(512, ge=8)
-    """Width inside a layer's feed-forward part."""
-    experts: int = Field(0, ge=0)
-    """Feed-forward parts of a layer, of which each token takes `experts_per_token`, e.g. ``8``: a mixture of experts, a
-    Qwen3-MoE; 0: there is one, for all tokens."""
-    experts_per_token: int = Field(2, ge=1)
-    """Experts that a token goes to, in a mixture: no more than `experts`."""
-    layers: int = Field(2, ge=1)
-    """Number of decoder layers."""
-    heads: int = Field(4, ge=1)
-    """Attention heads of a layer."""
-    kv_heads: int = Field(2, ge=1)
-    """Heads for keys and values; several attention heads share one, so it must divide `heads`."""
-    head_dim: int = Field(32, ge=4)
-    """Width of one head, an even number."""
-    max_length: int = Field(512, ge=8)
-    """Longest prompt and response together that the model can read, in tokens; here a token is a character."""
-    dtype: Dtype = "float32"
-    """What rollouts and reference compute in, and what is published; the trainer's master copy is float32."""
-    head_dtype: Literal["float32"] | None = None
-    """What the head, the last matrix, computes logits in, in trainer, rollouts and reference alike, e.g. ``float32``:
-    where `dtype` has 16 bits much of what engine and trainer differ by comes from there (MiniMax 2025, MiniMax-M1,
-    arXiv:2506.13585). null: in `dtype`. Of a float32 model it changes nothing. See docs/engines.md."""
-    warm_start: WarmStart = WarmStart()
-    """A short supervised start; without it a tiny model would never hit on a right answer to be rewarded for."""
-
-    @model_validator(mode="after")
-    def _can_be_made(self) -> TinyModel:
-        if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}; set it to a divisor, or 1")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd, and positions turn pairs; set it to an even number")
-        if self.experts and self.experts_per_token > self.experts:
-            raise ValueError(
-                f"experts_per_token={self.experts_per_token} is more than experts={self.experts}; set it to fewer"
-            )
-        return self
-
-
-ModelConfig = Annotated[PretrainedModel | TinyModel, Field(discriminator="type")]
 
 
 class Config(Section):

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.pipeline.config import Config, ConfigError, TinyModel
+from penstock.pipeline.config import Config, ConfigError, PretrainedModel, TinyModel
+from penstock.services.runtime import own_positions
 
 SHIPPED = Path(__file__).parent / "models"
 """Of models that the shipped configs name, so that planning needs no hub: ORGANISATION--NAME/config.json."""
@@ -36,4 +37,6 @@ def config_file(config: Config, model: str | None = None) -> Path:
 def read_config(config: Config, model: str | None = None) -> dict[str, Any] | None:
     """What the file says, as `find_config`."""
     path = find_config(config, model)
-    return json.loads(path.read_text()) if path else None
+    if model is None and isinstance(config.model, PretrainedModel):
+        model = config.model.path
+    return own_positions.applied(model or "", json.loads(path.read_text())) if path else None

@@ -16,7 +16,7 @@ from penstock.services.modeling.families import OUR_ATTENTION, PACKED, soft_cap
 from penstock.services.modeling.norms import fuse_norms
 from penstock.services.modeling.state_mixers import take_packed_rows
 from penstock.services.modeling.value_models import with_values
-from penstock.services.runtime import own_code
+from penstock.services.runtime import own_code, own_positions
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import cpu_only_reason
 from penstock.services.runtime.hub_names import may_be_on_hub, named
@@ -228,12 +228,17 @@ def vocabulary_of(model: Any) -> int:
 
 
 def load_config(path: str, key: str = "model.path") -> Any:
-    """The model's own config. Raises `ModelError`."""
+    """The model's own config, with the run's `own_positions`. Raises `ModelError`."""
     from transformers import AutoConfig
 
     with loading(path, "config", key):
         name, revision = named(path)
-        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=_runs_own_code(path))
+        found = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=_runs_own_code(path))
+    try:
+        own_positions.apply(path, found)
+    except ValueError as error:
+        raise ModelError(str(error)) from None
+    return found
 
 
 def load_tokenizer(path: str, template: Mapping[str, Any] | None = None, key: str = "model.path") -> Any:

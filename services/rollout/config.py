@@ -74,6 +74,10 @@ class VllmEngineConfig(Section):
             raise ValueError(f"hf_overrides={overrides!r} is no map of keys of the model's config.json; give one")
         if "head_dtype" in overrides:
             raise ValueError("hf_overrides.head_dtype is set by model.head_dtype, for the trainer too")
+        for name in ("max_position_embeddings", "rope_parameters", "rope_scaling"):
+            if name in overrides:
+                ours = "rope_parameters" if name == "rope_scaling" else name
+                raise ValueError(f"hf_overrides.{name} is set by model.{ours}, for the trainer too")
         return value
 
     @field_validator("vllm")

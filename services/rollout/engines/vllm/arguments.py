@@ -6,10 +6,12 @@ import dataclasses
 import os
 from typing import Any
 
+from penstock.services.modeling.lengths import stretched
+from penstock.services.modeling.load import load_config
 from penstock.services.rollout.config import VLLM_DEFAULT, VllmEngineConfig
 from penstock.services.rollout.engines.vllm.names import unknown
 from penstock.services.rollout.engines.vllm.plugin import ADAPTER, BACKEND, OURS
-from penstock.services.runtime import allowance, own_code
+from penstock.services.runtime import allowance, own_code, own_positions
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import vllm_lacks_gpu
 from penstock.services.runtime.hub_names import named
@@ -140,8 +142,10 @@ def engine_arguments(
         arguments["speculative_config"] = {"draft_load_config": {"load_format": "auto"}} | drafts
         if drafts.get("method") in (None, "draft_model"):  # on GPUs one is loaded as the model is, whatever that says
             arguments["load_format"] = "auto"
-    if head_dtype:
-        arguments["hf_overrides"] = (config.vllm.get("hf_overrides") or {}) | {"head_dtype": head_dtype}
+    told = _positions_of(model_path)
+    told |= {"head_dtype": head_dtype} if head_dtype else {}
+    if told:
+        arguments["hf_overrides"] = (config.vllm.get("hf_overrides") or {}) | told
     if sleeps and not current_platform.is_cpu():
         arguments["enable_sleep_mode"] = True
         if "sleep_mode_offload_cudagraph" in known:  # or captured graphs would lie beside the trainer
@@ -176,3 +180,18 @@ def _set_for_cpu(arguments: dict[str, Any], config: VllmEngineConfig, kv_token_b
         arguments.setdefault("max_num_batched_tokens", max(BATCHED_TOKENS, config.max_length + 1))
         if recurrent:  # whose states are kept for a prompt that comes again where it was cut
             arguments.setdefault("enable_prefix_caching", False)
+
+
+def _positions_of(model_path: str) -> dict[str, Any]:
+    """What vLLM is told in the place of the model's config.json: what the run says of its positions; and how far they
+    reach where they are stretched: vLLM 0.32 takes a file that says YaRN for one that has counted that already."""
+    config = load_config(model_path)
+    text = config.get_text_config()
+    learned, rope = getattr(text, "max_position_embeddings", None) or 0, getattr(text, "rope_parameters", None) or {}
+    reach = stretched(learned, rope) or 0
+    if not own_positions.said(model_path) and reach <= learned:
+        return {}
+    told: dict[str, Any] = {"max_position_embeddings": max(reach, learned)}
+    if "factor" in rope:
+        told["rope_parameters"] = {"original_max_position_embeddings": learned, **rope}
+    return told if text is config else {"text_config": told}
