@@ -25,9 +25,10 @@ import structlog
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, consolidate_safetensors_files
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
+from penstock.services.learning.joined_files import join_weights, numbered
 from penstock.services.learning.model_learner import ModelLearner
 from penstock.services.learning.optimizer import MOMENTS, is_eight_bit, local, restore_state, state_names
 from penstock.services.learning.shard_writer import ShardWriter
@@ -49,8 +50,6 @@ from penstock.services.runtime.processes import raise_file_limit
 log = structlog.get_logger()
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # a world of one
 
-FILE_BYTES = 5 << 30
-"""Weights go into files of about this size, as transformers' own do."""
 AVERAGE = "average"
 """In the optimizer's state too, where a learner keeps a running mean of its weights."""
 OPTIMIZER, STATE = "optimizer", "state.json"
@@ -174,7 +173,7 @@ class Saver:
         """Takes as long as it takes: the other ranks have written, and wait for nothing."""
         if (sharded := aside / SHARDED).is_dir():
             raise_file_limit()  # all of them are open at once
-            consolidate_safetensors_files(str(sharded), str(aside), staged.files)
+            join_weights(sharded, aside, staged.files)
             shutil.rmtree(sharded)
         adapted = self._learner.adapted
         if (single := aside / "model-00001-of-00001.safetensors").exists():  # as transformers and peft call it
@@ -361,7 +360,7 @@ def _stage(
             weights |= one_as_in_files(family, name, found)
     sizes = learner.world.of_stages(sizes)
     # peft knows one file for an adapter, however large.
-    files = dict.fromkeys(sizes, 1) if learner.adapted else _numbered(sizes)
+    files = dict.fromkeys(sizes, 1) if learner.adapted else numbered(sizes)
     optimizer = {
         f"{name}/{key}": on_host(f"{name}/{key}", value)
         for name, parameter in learner.parameters.items()
@@ -379,14 +378,3 @@ def _buffers(learner: ModelLearner) -> Iterator[tuple[str, torch.Tensor]]:
         if name not in known and id(value) not in seen:
             seen.add(id(value))
             yield name, value
-
-
-def _numbered(sizes: dict[str, int]) -> dict[str, int]:
-    """Which file each weight, of so many bytes, goes into, counted from 1."""
-    numbers, room = {}, FILE_BYTES
-    number = 1
-    for name, size in sizes.items():
-        if size > room and room < FILE_BYTES:
-            number, room = number + 1, FILE_BYTES
-        numbers[name], room = number, room - size
-    return numbers

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from penstock.protocols.digests import Gmac
 from penstock.protocols.versions import digests_of
-from penstock.services.learning import checkpoint, muon
+from penstock.services.learning import checkpoint, joined_files, muon
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.modeling.families import PLAIN
 from penstock.services.modeling.parallel.fsdp import forward, full
@@ -32,6 +32,7 @@ from penstock.services.modeling.parallel.tensor import is_turned, sum_partial
 from penstock.services.modeling.parallel.world import Shape, World, local_device
 from penstock.services.modeling.resting import _plain
 from penstock.services.modeling.routing import Replay
+from penstock.services.modeling.weight_files import WeightFiles
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.judgements import Judgements
 from penstock.services.trainer.learner import Learner
@@ -49,6 +50,9 @@ COMMON = {
         "correction": {"type": "truncated", "normalize": True}, "entropy_bonus": 0.01, "distill": {"divergence": "jsd"},
     },
 }  # fmt: skip
+
+BESIDE = {"bound": torch.tensor(2.5), "order": torch.arange(3)}
+"""Buffers as some families have them in their files."""
 
 
 def version_of(learner: Learner) -> str:
@@ -161,16 +165,17 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
     unrewarded.values["reward"][:] = float("nan")
     assert cut.train(unrewarded)["grad_norm"] == 0.0, "a step without rewards ends nobody"
     cut.version -= 1
+    for name, value in BESIDE.items():
+        cut.model.register_buffer(name, value.to(device))
     saver = checkpoint.Saver(cut, Tokenizer(), folder / "checkpoints", keep=1)
     with pytest.MonkeyPatch.context() as slow:
         written, beside = threading.Event(), dist.new_group(backend="gloo")
-        slow.setattr(checkpoint, "FILE_BYTES", 20_000)  # as large models have them: many files
+        slow.setattr(joined_files, "FILE_BYTES", 20_000)  # as large models have them: many files
         if world.rank == 0:  # it clears what is left of an earlier save while the others are ready to write
             slow.setattr(checkpoint, "_discard", _late(checkpoint._discard))
             few = psutil.Process().num_fds() + 100
             resource.setrlimit(resource.RLIMIT_NOFILE, (few, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-            join = _after(written, checkpoint.consolidate_safetensors_files)
-            slow.setattr(checkpoint, "consolidate_safetensors_files", join)
+            slow.setattr(checkpoint, "join_weights", _after(written, checkpoint.join_weights))
         saving = saver.begin()
         if world.rank:
             saving.result()
@@ -178,6 +183,9 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
         written.set()
         path = saving.result()
     world.share(b"saved")
+    with WeightFiles(path) as files:
+        for name, value in () if cut.adapted else BESIDE.items():
+            assert torch.equal(files.block(name, (slice(None),) * value.ndim), value), name
     for where, how in ((world, config), (single, alone)):
         again = learn(str(path), how, where)
         checkpoint.restore(again, path)

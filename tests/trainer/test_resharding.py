@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from penstock.services.learning.checkpoint import _numbered, empty_state, remove_partial
+from penstock.services.learning.checkpoint import empty_state, remove_partial
+from penstock.services.learning.joined_files import join_weights, numbered
 from penstock.services.learning.optimizer import MOMENTS
+from penstock.services.learning.shard_writer import ShardWriter
 from penstock.services.modeling import weight_files
 from penstock.services.modeling.load import load_model
 from penstock.services.modeling.parallel import start
@@ -111,7 +115,25 @@ def test_what_is_restored_lies_on_its_parameters_device(device: str) -> None:
 
 def test_a_large_model_goes_into_several_files_and_a_torn_save_is_removed(tmp_path: Path) -> None:
     sizes = {str(i): 3 << 30 for i in range(4)}
-    assert list(_numbered(sizes).values()) == [1, 2, 3, 4]
+    assert list(numbered(sizes).values()) == [1, 2, 3, 4]
     (tmp_path / ".step-000007.partial" / "trainer").mkdir(parents=True)
     remove_partial(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("matrices", [0, 1, 2])
+def test_what_is_no_matrix_of_fractions_is_joined_too(tmp_path: Path, matrices: int) -> None:
+    """A number without dimensions (Gemma 4's bounds), and whole ones."""
+    weights = {f"w{number}": torch.randn(2, 3) for number in range(matrices)}
+    weights |= {"bound": torch.tensor(3.5), "order": torch.arange(4), "marks": torch.tensor([True, False])}
+    files = {name: 1 + (name == "w1") for name in weights}
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    dcp.save(weights, storage_writer=ShardWriter(str(parts), files, save_distributed=True), no_dist=True)
+    join_weights(parts, tmp_path, files)
+    told = json.loads((tmp_path / weight_files.INDEX).read_text())
+    assert told["metadata"]["total_size"] == sum(value.nbytes for value in weights.values())
+    assert told["weight_map"].keys() == weights.keys()
+    for name, value in weights.items():
+        assert torch.equal(load_file(tmp_path / told["weight_map"][name])[name], value), name
+    assert len(list(tmp_path.glob("*.safetensors"))) == matrices + 1
