@@ -123,8 +123,8 @@ def _deep(family: str) -> dict[str, Any]:
 
 def write(family: str, folder: Path, **told: Any) -> Any:
     """Makes the model, and writes it as transformers does; its config is ``told`` more."""
+    from penstock.services.modeling.buffers import persistent_buffers
     from penstock.services.modeling.load import with_head
-    from penstock.services.modeling.version_weights import persistent_buffers
 
     torch.manual_seed(0)
     config = config_of(family, **told)

@@ -116,7 +116,9 @@ def _write_merged(checkpoint: Path, about: AdapterShape | None, out: Path, dtype
         told, merged.generation_config = merged.generation_config, GenerationConfig()
     beside = read_beside(folder_of(path, "CHECKPOINT"), has_own_code(merged.config))
     name_own_code(merged.config, beside)
-    merged.to(DTYPES[dtype]).save_pretrained(out)
+    for parameter in merged.parameters():  # and no buffer: rounded, a router's biases choose other experts
+        parameter.data = parameter.data.to(DTYPES[dtype])
+    merged.save_pretrained(out)
     if merged.config.model_type in TURNED:
         _write_as_in_files(out, merged.config.model_type)
     let_read(out)

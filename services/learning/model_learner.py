@@ -20,6 +20,7 @@ from penstock.services.learning.model_flops import ModelFlops
 from penstock.services.learning.optimizer import make_optimizer, set_rate, stepping
 from penstock.services.learning.out_of_memory import MicroBatches
 from penstock.services.learning.phase_memory import PhaseMemory
+from penstock.services.modeling.buffers import persistent_buffers
 from penstock.services.modeling.checkpointing import keep_products
 from penstock.services.modeling.dropout import without_dropout
 from penstock.services.modeling.four_bit import FourBitLinear
@@ -34,7 +35,6 @@ from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.resting import Resting
 from penstock.services.modeling.routing import mixture_of
 from penstock.services.modeling.sight import resting_sight
-from penstock.services.modeling.version_weights import persistent_buffers
 from penstock.services.runtime import allowance
 
 log = structlog.get_logger()

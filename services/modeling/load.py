@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from penstock.services.modeling.buffers import fill_buffers, widen_buffers
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.families import OUR_ATTENTION, PACKED, soft_cap
 from penstock.services.modeling.norms import fuse_norms
@@ -149,7 +150,7 @@ def check_whole(config: Any, path: str, key: str = "model.path") -> None:
 def load_model(path: str, dtype: str, device: torch.device, key: str = "model.path", head: Head = "language") -> Any:
     """A causal language model of transformers, from a folder or a hub name, which the config's ``key`` gives; or that
     model with another ``head``: a "value" one that the files lack is 0, since no state is worth more than another yet.
-    Raises `ModelError`."""
+    Buffers that its files fill are fp32. Raises `ModelError`."""
     config = load_config(path, key)
     config._attn_implementation = attention_of(config)  # what the file names may be missing, or not take our masks
     own, (name, revision) = has_own_code(config), named(path)
@@ -178,6 +179,8 @@ def load_model(path: str, dtype: str, device: torch.device, key: str = "model.pa
                 lacking.pop(name).zero_()
     if lacking:
         raise ModelError(f"{key}: {_not_whole(path, list(lacking), found['unexpected_keys'])}")
+    if rounded := widen_buffers(model):
+        fill_buffers(model, rounded, folder_of(path, key))
     take_packed_rows(model)
     fuse_norms(model)
     return model.to(device)

@@ -8,18 +8,8 @@ from typing import Any
 
 import torch
 
+from penstock.services.modeling.buffers import persistent_buffers
 from penstock.services.modeling.load import empty_model
-
-
-def persistent_buffers(model: Any) -> dict[str, torch.nn.Buffer]:
-    """Those that files fill and nothing trains, by their names, as views; not what is computed from the config, nor
-    whole numbers, which count or order something. Of a cut model they are whole on every rank."""
-    return {
-        f"{prefix}.{name}".lstrip("."): torch.nn.Buffer(buffer)
-        for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set and buffer.is_floating_point()
-    }
 
 
 def version_of(model: Any) -> dict[str, torch.Tensor]:

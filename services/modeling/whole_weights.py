@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from penstock.services.modeling.buffers import persistent_buffers
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.load import ModelError, empty_model, folder_of
-from penstock.services.modeling.version_weights import persistent_buffers
 from penstock.services.modeling.weight_files import WeightFiles
 from penstock.services.runtime.errors import SetupError
 

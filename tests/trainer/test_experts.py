@@ -14,11 +14,13 @@ from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
+from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.pipeline.tools.merge import merge
 from penstock.services.learning import checkpoint
+from penstock.services.modeling.buffers import persistent_buffers
 from penstock.services.modeling.experts import EXPERTS, as_in_files, counted, is_experts
 from penstock.services.modeling.families import BALANCED
-from penstock.services.modeling.load import attention_of, with_head
+from penstock.services.modeling.load import attention_of, load_model, with_head
 from penstock.services.modeling.parallel.expert import deal_experts
 from penstock.services.modeling.parallel.world import Shape, World
 from penstock.services.modeling.state_mixers import take_packed_rows
@@ -88,6 +90,21 @@ def test_experts_that_files_have_turned_are_read_either_way_and_written_as_the_h
         written = load_file(folder / "model.safetensors")
         assert hub.keys() == written.keys()
         assert all(torch.equal(written[name], value) for name, value in hub.items()), folder
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "minimax_m2"])
+def test_the_biases_that_choose_experts_are_rounded_nowhere(tmp_path: Path, family: str) -> None:
+    """transformers keeps those of some families whole as it loads, and of none as it casts."""
+    start, merged = tmp_path / "start", tmp_path / "merged"
+    wanted = persistent_buffers(families.write(family, start))
+    make_tokenizer(set("ab")).save_pretrained(start)
+    found = persistent_buffers(load_model(str(start), "bfloat16", CPU))
+    assert wanted and all(torch.equal(found[name], value) for name, value in wanted.items())
+    merge(start, merged, "bfloat16")
+    before, after = (load_file(folder / "model.safetensors") for folder in (start, merged))
+    biases = {name for name in before if name.endswith("e_score_correction_bias")}
+    assert len(biases) == len(wanted) and all(torch.equal(after[name], before[name]) for name in biases)
+    assert {after[name].dtype for name in after.keys() - biases} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(("model", "size", "why"), [(a_model, 2, "no mixture of experts"), (a_mixture, 3, "8 experts")])

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from penstock.services.data.picture_files import PictureError
+from penstock.services.modeling.buffers import widen_buffers
 from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.load import ModelError, attention_of, has_own_code, with_head
 from penstock.services.modeling.logprobs import LOGIT_BYTES
 from penstock.services.modeling.norms import fuse_norms
 from penstock.services.modeling.routing import Recorder
 from penstock.services.modeling.sight import Sight, forget_seen, give_sight, resting_sight, sight_of
-from penstock.services.modeling.version_weights import persistent_buffers, version_of
+from penstock.services.modeling.version_weights import version_of
 from penstock.services.rollout.engines.base import Request, RequestError
 
 
@@ -77,10 +78,7 @@ class TransformersModel:
         )
         compute_head_in(model, head_dtype)
         fuse_norms(model)
-        for name in persistent_buffers(model):  # as the trainer computes with them
-            prefix, _, last = name.rpartition(".")
-            module = model.get_submodule(prefix)
-            module._buffers[last] = module._buffers[last].float()
+        widen_buffers(model)  # as the trainer computes with them
         return model.to(self._device).eval()
 
     def prepare(self, named: Mapping[str, torch.Tensor]) -> Any:
