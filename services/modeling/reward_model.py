@@ -11,7 +11,7 @@ import torch
 
 from penstock.protocols.experience import Group
 from penstock.services.modeling.dtypes import DTYPES
-from penstock.services.modeling.load import device_of, has_own_code, load_config, load_tokenizer, loading
+from penstock.services.modeling.load import attention_of, device_of, has_own_code, load_config, load_tokenizer, loading
 from penstock.services.modeling.resting import Resting
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.hub_names import named
@@ -34,6 +34,7 @@ class RewardModel:
 
         key = "options.path"
         config, (name, revision) = load_config(path, key), named(path)
+        config._attn_implementation = attention_of(config)
         with loading(path, "reward model", key):
             model = AutoModelForSequenceClassification.from_pretrained(
                 name, revision=revision, config=config, dtype=DTYPES[dtype], trust_remote_code=has_own_code(config)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForSequenceClassification
+from transformers import Gemma2Config, Gemma2ForSequenceClassification, Qwen3Config, Qwen3ForSequenceClassification
 
 from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.pipeline.run.summary import steps_of
@@ -104,6 +104,30 @@ def test_a_model_with_other_labels_is_refused(reward_model: Path, tmp_path: Path
     model.save_pretrained(tmp_path)
     with pytest.raises(SetupError, match="has 2 labels; a reward model has one"):
         RewardModel(str(tmp_path), device="cpu")
+
+
+def test_a_model_whose_attention_is_drawn_below_a_cap_grades_as_its_authors_code(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(set(LETTERS))
+    config = Gemma2Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, num_labels=1, pad_token_id=tokenizer.pad_token_id,
+        attn_logit_softcapping=1.0, query_pre_attn_scalar=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Gemma2ForSequenceClassification._from_config(config, attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    group = answered("abc", ["", "a", "bcdefgh", "jj"])
+    with torch.no_grad():
+        alone = [
+            model(tokenizer(f"abc{each.text}", return_tensors="pt")["input_ids"]).logits.item()
+            for each in group.trajectories
+        ]
+    found = RewardModel(str(tmp_path), "liked", "cpu", "float32").score_group(group, {})["liked"]
+    np.testing.assert_allclose(found, alone, atol=1e-5)
 
 
 @pytest.mark.learning
