@@ -64,7 +64,7 @@ def look(config: Config, report: Report) -> None:
             continue
         with report.collect():
             if scorer.scorer == "reward_model" and "path" in scorer.options:
-                _find(str(scorer.options["path"]), f"scorers.{kind}.options.path")
+                _look_at_reward_model(str(scorer.options["path"]), f"scorers.{kind}.options.path")
             if scorer.writes not in scorer.columns:
                 raise SetupError(
                     f"scorers.{kind}: it writes the column {scorer.writes!r} (options.column), and its columns are "
@@ -219,6 +219,15 @@ def _find(path: str, key: str) -> None:
     from penstock.services.modeling.load import load_config
 
     load_config(path, key)
+
+
+def _look_at_reward_model(path: str, key: str) -> None:
+    """Raises `SetupError` where there is none; of one on the hub no file is read."""
+    from penstock.services.modeling.reward_model import look_at_head
+
+    _find(path, key)
+    if Path(path).is_dir():
+        look_at_head(path, key)
 
 
 def _check_vllm(path: str, config: Config, report: Report) -> None:

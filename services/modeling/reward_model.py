@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,53 @@ from penstock.protocols.experience import Group
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.load import attention_of, device_of, has_own_code, load_config, load_tokenizer, loading
 from penstock.services.modeling.resting import Resting
+from penstock.services.modeling.weight_files import WeightFiles
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.hub_names import named
+
+BESIDE = ("lm_head.", "mtp.")
+"""Beginnings of what may lie beside a reward model in its files: heads of the language model that it was."""
+
+
+def look_at_head(path: str, key: str) -> None:
+    """Raises `SetupError` where the files in the folder ``path``, which the config's ``key`` gives, are those of no
+    reward model. Reads their names alone: it does not judge what has code of its own, or is no safetensors, or is
+    called otherwise in files than in memory."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = load_config(path, key)
+    if has_own_code(config):
+        return
+    with loading(path, "reward model", key), torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config)
+    with WeightFiles(Path(path), model) as files:
+        names, wanted = set(files.names), model.state_dict().keys()
+    missing = wanted - names
+    if not any(name.startswith(f"{model.base_model_prefix}.") for name in missing):
+        _check_graded(model, path, missing, names - wanted, key)
+
+
+def _check_graded(model: Any, path: str, missing: Collection[str], beside: Collection[str], key: str) -> None:
+    """Raises `SetupError` where ``model``, as transformers makes it of the files at ``path``, is not what those were
+    trained as: they have ``missing`` weights not, and others ``beside``."""
+    if model.config.num_labels != 1:
+        raise SetupError(f"{key}: {path} has {model.config.num_labels} labels; a reward model has one, its grade")
+    known, base = (name for name, _ in model.named_parameters()), f"{model.base_model_prefix}."
+    lacking = sorted((name for name in known if name in missing), key=lambda name: (name.startswith(base), name))
+    heads = min((name for name in beside if not name.startswith((base, *BESIDE))), default="")
+    if lacking:
+        has = f"; they have {heads}, which it does not read" if heads else ""
+        raise SetupError(
+            f"{key}: the files of {path} have no {lacking[0]}, which {type(model).__name__} grades with{has}: it would "
+            "be drawn at random; take a model that transformers' AutoModelForSequenceClassification has saved, or give "
+            "its head that name"
+        )
+    if heads:
+        raise SetupError(
+            f"{key}: the files of {path} have {heads}, which {type(model).__name__} does not read: grades would be "
+            "others than it was trained to give; take a model that transformers' AutoModelForSequenceClassification "
+            "has saved, or write a scorer of your own for it"
+        )
 
 
 class RewardModel:
@@ -36,11 +82,15 @@ class RewardModel:
         config, (name, revision) = load_config(path, key), named(path)
         config._attn_implementation = attention_of(config)
         with loading(path, "reward model", key):
-            model = AutoModelForSequenceClassification.from_pretrained(
-                name, revision=revision, config=config, dtype=DTYPES[dtype], trust_remote_code=has_own_code(config)
+            model, found = AutoModelForSequenceClassification.from_pretrained(
+                name,
+                revision=revision,
+                config=config,
+                dtype=DTYPES[dtype],
+                output_loading_info=True,
+                trust_remote_code=has_own_code(config),
             )
-        if model.config.num_labels != 1:
-            raise SetupError(f"{key}: {path} has {model.config.num_labels} labels; a reward model has one, its grade")
+        _check_graded(model, path, found["missing_keys"], found["unexpected_keys"], key)
         self._tokenizer = load_tokenizer(path, key=key)
         # A model that declares padding is not graded at that, wherever it stands; one that does not, at the last token.
         self._settings = model.config.get_text_config()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Gemma2ForSequenceClassification, Qwen3Config, Qwen3ForSequenceClassification
 
 from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.pipeline.run.summary import steps_of
 from penstock.protocols.experience import Group, Prompt
-from penstock.services.modeling.reward_model import RewardModel
+from penstock.services.modeling.reward_model import RewardModel, look_at_head
 from penstock.services.runtime.errors import SetupError
 from tests.conftest import make_group
 from tests.e2e.runs import SHORT, Run, check_promises
@@ -104,6 +108,28 @@ def test_a_model_with_other_labels_is_refused(reward_model: Path, tmp_path: Path
     model.save_pretrained(tmp_path)
     with pytest.raises(SetupError, match="has 2 labels; a reward model has one"):
         RewardModel(str(tmp_path), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        ([], "have no score.weight, which Qwen3ForSequenceClassification grades with: it would be drawn at random"),
+        (["v_head.weight"], "have no score.weight, .* with; they have v_head.weight, which it does not read"),
+        (["score.weight", "score.bias"], "have score.bias, which .* does not read: grades would be others"),
+        (["score.weight", "lm_head.weight"], None),
+    ],
+)
+def test_a_model_without_the_head_that_it_was_trained_with_is_refused(
+    reward_model: Path, tmp_path: Path, head: list[str], said: str | None
+) -> None:
+    """Before the run, too, by the names in its files."""
+    path = shutil.copytree(reward_model, tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
+    score = weights.pop("score.weight")
+    save_file(weights | {name: score.clone() for name in head}, path / "model.safetensors")
+    for look in (partial(RewardModel, device="cpu"), partial(look_at_head, key="options.path")):
+        with pytest.raises(SetupError, match=f"^options.path: the files of .* {said}") if said else nullcontext():
+            look(str(path))
 
 
 def test_a_model_whose_attention_is_drawn_below_a_cap_grades_as_its_authors_code(tmp_path: Path) -> None:

@@ -293,6 +293,12 @@ def test_questions_that_a_model_of_chats_is_asked_as_bare_text_are_told_of(
     assert [note.partition(":")[0] for note in report.notes] == ["prompts.train.sources.sums.chat"] * told
 
 
+def test_a_reward_model_without_a_head_that_grades_is_refused(policy: Path) -> None:
+    scorer = {"scorer": "reward_model", "columns": {"preference": "trajectory"}, "options": {"path": str(policy)}}
+    found = said(policy, scorers={"taste": scorer})
+    assert "scorers.taste.options.path: " in found and "has 2 labels; a reward model has one, its grade" in found
+
+
 def test_a_model_of_which_nothing_ends_an_answer_is_refused(policy: Path, tmp_path: Path) -> None:
     path = shutil.copytree(policy, tmp_path / "endless")
     endless = AutoTokenizer.from_pretrained(path)
