@@ -29,7 +29,7 @@ class CriticLearner(ModelLearner):
     learns, ``penalties`` is what is taken off the rewards."""
 
     SECTION = "critic"
-    PUBLISHES = False
+    PUBLISHES, VALUED = False, True
 
     def __init__(
         self, model: Any, config: CriticConfig, steps: int, gamma: float, lam: float, penalties: Penalties,

@@ -40,7 +40,6 @@ from penstock.services.modeling.generation_config import write_generation_config
 from penstock.services.modeling.parallel.fsdp import first_row, of_local
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.pinned import pin
-from penstock.services.modeling.values import value_heads
 from penstock.services.modeling.weight_files import INDEX, SINGLE
 from penstock.services.runtime.checkpoint_folders import latest, path_of, versions
 from penstock.services.runtime.errors import SetupError
@@ -198,7 +197,8 @@ class Saver:
         model = self._learner.model
         config = copy.deepcopy(self._learner.config)
         own = [type(model).__name__.removeprefix("FSDP")]
-        config.architectures = own if value_heads(model) else config.architectures or own  # a critic began as a policy
+        # A critic began as a policy.
+        config.architectures = own if self._learner.VALUED else config.architectures or own
         config.dtype = "float32"
         beside = getattr(model, "penstock_beside", {})
         name_own_code(config, beside)

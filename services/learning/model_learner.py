@@ -55,6 +55,8 @@ class ModelLearner:
     """Its keys, in the config."""
     PUBLISHES = True
     """Others are sent its versions."""
+    VALUED = False
+    """Its model has a head of values, though not on each rank of a pipeline."""
 
     def __init__(
         self, model: Any, config: LearnerConfig, steps: int, world: World | None = None, frozen_steps: int = 0

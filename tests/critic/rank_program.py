@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from penstock.pipeline.tools.merge import is_critic
 from penstock.protocols.columns import VALUES
 from penstock.services.critic.config import CriticConfig
 from penstock.services.critic.learner import CriticLearner
@@ -81,6 +82,7 @@ def check(folder: Path, world: World, checkpoints: Path, every: Sequence[str], s
     path = saver.begin().result()
     saver.close()
     world.share()  # rank 0 gives it its name
+    assert lora or is_critic(path), "of a pipeline, too, whose first rank has no head"
     alone, again = (critic_of(folder, each, "auto", lora, path) for each in (World(CPU), world))
     for learner in (alone, again):
         checkpoint.restore(learner, path)
