@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.pipeline.config import Config, PretrainedModel
 from penstock.pipeline.preflight.report import Report
 from penstock.services.learning.adapter_config import AdapterConfig
-from penstock.services.modeling.adapter_files import CONFIG, FILE, read_shape
+from penstock.services.modeling.adapter_files import CONFIG, FILE, check_addition, read_shape
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install
 
@@ -57,6 +57,7 @@ def _fits(folder: Path, lora: AdapterConfig, dtype: str, key: str = "trainer.lor
     if found.valued != (key == "critic.lora"):
         whose, wanted = ("critic", "policy") if found.valued else ("policy", "critic")
         raise SetupError(f"{key}.start: the adapter in {folder} is a {whose}'s; name a {wanted}'s, or leave it out")
+    check_addition(folder, f"{key}.start")
     if found.quantize and found.quantize != lora.quantize:  # one of peft's own says nothing of it
         raise SetupError(
             f"{key}.quantize: the adapter in {folder} was trained beside a model in 4 bits; set it to {found.quantize}"

@@ -27,7 +27,8 @@ class AdapterConfig(Section):
     rows are learned beside their directions (Liu et al. 2024)."""
     start: str | None = None
     """A folder with an adapter in peft's layout to begin with, e.g. ``runs/first-try/checkpoints/step-000100``; null:
-    one that adds nothing yet. One that was trained with `quantize` wants that, and the `model.dtype` of then."""
+    one that adds nothing yet. One that was trained with `quantize` wants that, and the `model.dtype` of then; one of
+    peft's that has patterns of ranks or alphas, or began by changing its model (PiSSA), is refused."""
     quantize: Literal["nf4"] | None = None
     """``nf4``: the matrices that are added to lie in 4 bits, a quarter of bfloat16's memory (QLoRA, Dettmers et al.
     2023); a step takes a little longer. null: they lie in `model.dtype`. Not with ``dora``, or `model.dtype`: float16.

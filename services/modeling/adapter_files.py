@@ -50,6 +50,25 @@ def read_shape(folder: Path, key: str) -> AdapterShape:
         raise SetupError(f"{key}: cannot read {path}: {type(error).__name__}: {error}") from error
 
 
+DRAWN = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+"""Ways of peft to begin an adapter that leave the model beside it as its files are."""
+
+
+def check_addition(folder: Path, key: str) -> None:
+    """Raises `SetupError` where the adapter in ``folder``, which the config's ``key`` names, is not added to its model
+    as one trained here is: to the model as its files are, with one rank and one alpha."""
+    found: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+    odd = next((name for name in ("rank_pattern", "alpha_pattern") if found.get(name)), None)
+    if odd is None and found.get("init_lora_weights") not in DRAWN:
+        odd = "init_lora_weights"
+    if odd:
+        why = "its model is changed as it begins" if odd == "init_lora_weights" else "some layers have another one"
+        raise SetupError(
+            f"{key}: {folder / CONFIG} says {odd}={json.dumps(found[odd])}: {why}, which is not known here; merge it "
+            "with peft first (merge_and_unload), and give what that makes as the model's path"
+        )
+
+
 def write_base(folder: Path, dtype: str) -> None:
     """Says beside the adapter in ``folder`` that its model's matrices lay in 4 bits, and what they were read from."""
     (folder / BASE).write_text(json.dumps({"quantize": "nf4", "dtype": dtype}) + "\n")

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
-from penstock.services.modeling.adapter_files import CONFIG, FILE, read_shape, write_base
+from penstock.services.modeling.adapter_files import CONFIG, FILE, check_addition, read_shape, write_base
 from penstock.services.modeling.four_bit import FourBitLinear, in_four_bits
 from penstock.services.modeling.layer_names import is_called, is_pattern
 from penstock.services.modeling.load import empty_model
@@ -79,6 +79,8 @@ def inject(model: Any, adapter: Adapter, base: str) -> None:
 
     # One that goes on has what it was made for, whichever layers a new one would have.
     begun, heads = read_shape(adapter.folder, adapter.key).targets if adapter.folder else (), list(value_heads(model))
+    if adapter.folder:
+        check_addition(adapter.folder, f"{adapter.key}.start")
     _check_called(model, adapter)
     targets = _chosen(model, list(adapter.targets or begun) or _all_linear(model, adapter.key), adapter)
     name, revision = named(base)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -23,6 +23,7 @@ from penstock.pipeline.run.evaluate import evaluate
 from penstock.pipeline.tools.merge import merge
 from penstock.protocols.digests import Gmac
 from penstock.services.learning import checkpoint
+from penstock.services.modeling.adapter_files import check_addition
 from penstock.services.modeling.decoder_shape import described_by
 from penstock.services.modeling.load import ModelError
 from penstock.services.modeling.lora import Merged
@@ -185,6 +186,18 @@ def test_who_merges_has_all_that_the_trainer_publishes(tmp_path: Path) -> None:
     assert {name: made[name].dtype for name in made} == {name: weight.dtype for name, weight in wanted.items()}
     assert all(torch.equal(made[name], weight) for name, weight in wanted.items()), "the adapter adds nothing yet"
     assert torch.float32 in {weight.dtype for weight in wanted.values()}
+
+
+@pytest.mark.parametrize(
+    "odd", [{"alpha_pattern": {"q_proj": 64}}, {"rank_pattern": {"q_proj": 2}}, {"init_lora_weights": "pissa_niter_4"}]
+)
+def test_one_of_pefts_that_adds_otherwise_is_refused(start: Path, odd: dict[str, Any]) -> None:
+    """It would be another adapter here, and nothing would tell."""
+    LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], **odd).save_pretrained(start / "adapter")
+    with pytest.raises(SetupError, match=rf"^trainer\.lora\.start: .* says {next(iter(odd))}=.* merge it with peft"):
+        learner(start, start=str(start / "adapter"))
+    LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian").save_pretrained(start / "plain")
+    check_addition(start / "plain", "")
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora"])
