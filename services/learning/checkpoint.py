@@ -266,7 +266,8 @@ def open_learner(folder: Path, world: World, path: str, make: Callable[[str], L]
 
 def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:
     """Loads the trainer's own state; the model's weights were loaded from ``path`` already. Returns the ledger tail.
-    Raises `CheckpointError` where it is another model's."""
+    Raises `CheckpointError` where it is another model's. A running mean of the weights that nobody follows any more is
+    left out: it would be taken up as it was then."""
     try:
         state = json.loads((path / "trainer" / STATE).read_text())
     except FileNotFoundError:
@@ -298,7 +299,7 @@ def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:
             wanted, found = tuple(parameter.shape), sizes[f"{name}/{names[-1]}"]
             if found != wanted:
                 raise CheckpointError(f"{path}: {name} has shape {found}, the model's has {wanted}")
-            kept = [*names, AVERAGE] if AVERAGE in saved else names
+            kept = [*names, AVERAGE] if AVERAGE in saved and learner.average else names
             into[name] = empty_state(parameter, kept, learner.world if eight_bit else None)
         flat = {f"{name}/{key}": tensor for name, tensors in into.items() for key, tensor in tensors.items()}
         dcp.load(flat, storage_reader=reader, process_group=learner.world.save_group, no_dist=learner.world.size == 1)

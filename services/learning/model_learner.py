@@ -55,6 +55,8 @@ class ModelLearner:
     """Its keys, in the config."""
     PUBLISHES = True
     """Others are sent its versions."""
+    average: Any = None
+    """Of its weights a running mean, where it keeps one in the optimizer's state."""
     VALUED = False
     """Its model has a head of values, though not on each rank of a pipeline."""
 

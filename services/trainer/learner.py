@@ -72,7 +72,7 @@ class Learner(ModelLearner):
         if not config.freeze:  # of which a backward takes less
             self.flops = ModelFlops.of(self.config, self.adapted is not None, self.world)
         rate = teacher.config.teacher_rate if teacher else 1.0
-        self._average = WeightAverage(self.parameters, self.optimizer, rate) if rate < 1 else None
+        self.average = WeightAverage(self.parameters, self.optimizer, rate) if rate < 1 else None
         """The teacher's weights, where they are not the policy's."""
 
     def train(
@@ -86,8 +86,8 @@ class Learner(ModelLearner):
         once. Returns the step's metrics, means over the updates."""
         self.flops.begin()
         step = with_known_costs(step, self._config.algorithm.constraints)
-        if self._average:
-            self._average.begin()
+        if self.average:
+            self.average.begin()
             before_update()  # the parameters are the teacher's for a while
         (advantages, rewarded), proximal = self._advantages(step), None
         parts = list(mini_batches(step, self._config.epochs, self._config.mini_batches))
@@ -114,8 +114,8 @@ class Learner(ModelLearner):
             updates.append(metrics | ended | steered | {"loss": loss, "lr": rate})
             if number + 1 == self._config.mini_batches:
                 judgements = None
-        if self._average:
-            self._average.follow()
+        if self.average:
+            self.average.follow()
         self.version += 1
         replay: Replay | None = getattr(self.model, "penstock_replay", None)
         routed = replay.take_metrics(self.world) if replay else {}
@@ -259,8 +259,8 @@ class Learner(ModelLearner):
     def _held(self) -> Iterator[torch.Tensor]:
         """See `ModelLearner._held`."""
         yield from super()._held()
-        if self._average:
-            yield from self._average.first
+        if self.average:
+            yield from self.average.first
 
     @torch.no_grad()
     def score(self, tokens: list[int]) -> list[float]:
@@ -345,7 +345,7 @@ class Learner(ModelLearner):
             return self.evaluate(step, lambda rows: forward(self.model, rows, self._temperature))
 
         def as_teacher(step: TrainingBatch) -> list[np.ndarray]:
-            with self._average.in_place() if self._average else nullcontext():
+            with self.average.in_place() if self.average else nullcontext():
                 return evaluate(step)
 
         policy, room = evaluate(step), positions_of(self.model.config)

@@ -143,6 +143,12 @@ def test_the_teacher_follows_slowly_and_a_checkpoint_has_it(rate: float, tokeniz
         assert torch.equal(parameter, again.parameters[name]), name
         same = [found.optimizer.state[found.parameters[name]]["average"] for found in (learner, again)]
         assert torch.equal(*same), name
+    plain = TrainerConfig.model_validate({"optimizer": {"lr": 1e-2}})
+    untaught = Learner(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), plain, 1.0)
+    checkpoint.restore(untaught, path)
+    untaught.train(step)
+    states = untaught.optimizer.state.values()
+    assert states and not any("average" in state for state in states), "nobody follows it, so it would be stale"
 
 
 def test_a_share_of_it_is_grpos() -> None:
