@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 import errno
 import json
+import os
+import re
 import secrets
 import shutil
 import warnings
@@ -143,16 +145,16 @@ class Saver:
     def _write(self, staged: _Staged, target: Path) -> Path:
         try:
             return self._write_all(staged, target)
-        except (OSError, CheckpointException) as error:
+        except (Exception, CheckpointException) as error:
             if self._learner.world.rank == 0:  # what is there of it may be what fills the disk
                 with suppress(OSError):
                     _discard(_aside(target))
             failures = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
-            for failed, _ in failures:
-                if isinstance(failed, OSError) and failed.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            for number in (_errno(failed) for failed, _ in failures):
+                if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     room, free = staged.nbytes / 2**30, shutil.disk_usage(self._folder).free / 2**30
-                    said = f"{failed.strerror}: this rank's part of a checkpoint takes {room:.3g} GiB, and {free:.3g} "
-                    raise OSError(failed.errno, f"{said}GiB are free on the disk of", str(target)) from error
+                    said = f"{os.strerror(number)}: this rank's part of a checkpoint takes {room:.3g} GiB, and "
+                    raise OSError(number, f"{said}{free:.3g} GiB are free on the disk of", str(target)) from error
             raise
 
     def _write_all(self, staged: _Staged, target: Path) -> Path:
@@ -206,6 +208,14 @@ class Saver:
         write_beside(beside, folder)
         if getattr(model, "generation_config", None) is not None:
             write_generation_config(model.generation_config, self._tokenizer, folder)
+
+
+def _errno(error: BaseException) -> int | None:
+    """The system's number of what went wrong; libraries in Rust, such as tokenizers, say it within their words."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
 
 
 def _aside(target: Path) -> Path:

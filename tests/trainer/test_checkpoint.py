@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from structlog.testing import CapturingLogger
+from tokenizers import Tokenizer as WordTokenizer
+from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from penstock.protocols.columns import Column, ColumnTable
@@ -138,6 +140,20 @@ def test_a_disk_that_is_full_is_told_of_and_left_as_it_was(tmp_path: Path) -> No
             saver.begin().result()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("file", "said"), [("/dev/full", "a checkpoint takes"), ("/nowhere/it", "No such file")])
+def test_nothing_is_left_of_one_whose_tokenizer_cannot_be_written(tmp_path: Path, file: str, said: str) -> None:
+    """Its library raises errors of no kind."""
+
+    class Written(Tokenizer):
+        def save_pretrained(self, folder: Path) -> None:
+            WordTokenizer(WordLevel({"a": 0}, unk_token="a")).save(file)
+
+    saver = checkpoint.Saver(a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY))), Written(), tmp_path, keep=1)
+    with pytest.raises(Exception, match=said):
+        saver.begin().result()
     assert not list(tmp_path.iterdir())
 
 
