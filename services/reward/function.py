@@ -10,11 +10,14 @@ from typing import Any, NamedTuple
 from penstock.protocols.experience import MOST_REWARD, Prompt
 from penstock.services.reward.groups import OF_GROUP
 from penstock.services.reward.other_forms import (
+    EXTRA,
     FOR_LISTS,
     LISTS,
     NAMES,
     ROW,
+    TURNS,
     columns_of,
+    extra_with,
     in_lists,
 )
 from penstock.services.runtime.plugins import load_plugin
@@ -88,12 +91,18 @@ class RewardFunction:
         if not takes.rest and (strange := sorted(self.options.keys() - takes.names)):
             raise ValueError(f"{self._where} does not take {', '.join(strange)}, which its options give")
         self._own = [name for name in offered if name not in self.options and (takes.rest or name in takes.names)]
-        return list(dict.fromkeys([*self._own, *(NAMES[name] for name in self._verls)]))
+        counted = [TURNS] * (EXTRA in self._verls)
+        return list(dict.fromkeys([*self._own, *(NAMES[name] for name in self._verls), *counted]))
 
     def start(self, arguments: dict[str, Any]) -> Any:
         """See `Handler.start`."""
         own = {name: arguments[name] for name in self._own}
-        return self.call(**own, **{name: arguments[NAMES[name]] for name in self._verls}, **self.options)
+        verls = {name: arguments[NAMES[name]] for name in self._verls}
+        return self.call(**own, **self._as_verl(verls, arguments), **self.options)
+
+    def _as_verl(self, verls: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+        """``verls``, what is passed by its names, with what it tells of one answer in `EXTRA`."""
+        return verls | ({EXTRA: extra_with(verls[EXTRA], arguments[TURNS])} if EXTRA in verls else {})
 
     def answer(self, value: Any) -> dict[str, Any]:
         """See `Handler.answer`: its reward, and behind it the numbers that `also` names, each finite and at most
@@ -134,6 +143,9 @@ class GroupRewardFunction(RewardFunction):
         if not self._of_trl:
             return super()._asks(offered)
         return list(dict.fromkeys([*FOR_LISTS, *(name for name in offered if name in self._takes.names)]))
+
+    def _as_verl(self, verls: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+        return verls  # given once, of all answers; nor does verl's own of whole batches say more
 
     def start(self, arguments: dict[str, Any]) -> Any:
         """See `Handler.start`. Raises `ValueError` where one of TRL's asks for what the row has not."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from penstock.protocols.experience import Prompt
@@ -12,6 +12,8 @@ ROW, CHAT, EXTRA = "row", "chat", "extra_info"
 of a plain one; and the row's column of that name, an empty map where it has none."""
 NAMES = {"solution_str": "response", "ground_truth": "truth", "data_source": "source", EXTRA: EXTRA}
 """verl's, and what they are here."""
+TURNS = "turns"
+"""By them one answer's `EXTRA` is told how many there were."""
 LISTS = "completions"
 """By this argument TRL's functions are known."""
 FOR_LISTS = "response", "truth", "prompt", ROW, CHAT
@@ -24,6 +26,17 @@ def more_of_prompt(prompt: Prompt) -> dict[str, Any]:
     """`ROW`, `CHAT` and `EXTRA`."""
     row = prompt.truth if isinstance(prompt.truth, dict) else {}
     return {ROW: row, CHAT: prompt.messages, EXTRA: row.get(EXTRA) or {}}
+
+
+def extra_with(extra: Any, turns: Sequence[str]) -> Any:
+    """`EXTRA` of one answer, as verl's reward managers hand it over: with ``num_turns``, that of the messages, the
+    prompt's and those between the policy's ``turns`` counted too, and ``rollout_reward_scores``, which are none here.
+
+    >>> extra_with({"index": 7}, ["4"])
+    {'index': 7, 'num_turns': 2, 'rollout_reward_scores': {}}
+    """
+    told = {"num_turns": 2 * len(turns), "rollout_reward_scores": {}}
+    return {**extra, **told} if isinstance(extra, Mapping) else extra
 
 
 def columns_of(given: Mapping[str, Any]) -> dict[str, Any]:

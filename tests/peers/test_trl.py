@@ -35,6 +35,7 @@ LOSSES: dict[str, tuple[dict[str, Any], Any, dict[str, Any], str]] = {
     "dapo": ({}, ppo_clip, {**CLIP, "dual_clip": UNBOUNDED}, "token-mean"),
     "dr_grpo": ({}, ppo_clip, {**CLIP, "dual_clip": UNBOUNDED}, "seq-mean-token-sum-norm"),
     "grpo by sequence": ({"importance_sampling_level": "sequence"}, gspo, CLIP, "seq-mean-token-mean"),
+    "dapo by sequence": ({"importance_sampling_level": "sequence"}, gspo, CLIP, "token-mean"),
     "cispo": ({"epsilon_high": 2.0}, cispo, {"clip_low": 1.0, "clip_high": 1.0}, "token-mean"),
     "sapo": (
         {"sapo_temperature_pos": 1.2, "sapo_temperature_neg": 1.4},
@@ -103,6 +104,8 @@ def test_a_loss_and_the_models_gradient_are_trls(name: str, seed: int, tmp_path:
         losses = losses * torch.from_numpy(np.stack(most_undecided([*entropies], [*mask.numpy()], share)))
     kl = kl_penalty(now, reference, "k3", "unbiased" if unbiased else "own", old)
     found = agg_loss(losses + 0.1 * kl, mask, aggregation, LENGTH if aggregation.endswith("norm") else None)
+    if name == "dapo by sequence":  # which the preset's aggregation is not
+        assert abs(agg_loss(losses + 0.1 * kl, mask, "seq-mean-token-mean") - wanted) > 1e-3
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     for mine, theirs in zip(torch.autograd.grad(found, list(model.parameters())), gradient, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)

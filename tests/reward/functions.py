@@ -241,6 +241,17 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
     return float(solution_str == ground_truth) + extra_info.get("level", 0)
 
 
+def counts_turns(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """As verl's examples read what its naive reward manager puts into ``extra_info``."""
+    assert extra_info["rollout_reward_scores"] == {}
+    return extra_info["num_turns"] + 10.0 * extra_info.get("level", 0)
+
+
+def counts_no_turns(solution_str: list[str], extra_info: dict[str, Any]) -> list[float]:
+    """Of all answers at once, whose turns no one number counts."""
+    return [10.0 * extra_info["level"] + ("num_turns" in extra_info)] * len(solution_str)
+
+
 def of_trl(prompts: Any, completions: Any, answer: list[str], **columns: Any) -> list[float | None]:
     """As TRL calls it, of prompts with messages."""
     assert prompts == [[{"role": "user", "content": "say"}]] * len(answer)

@@ -46,6 +46,9 @@ def level(truth: dict[str, Any]) -> float:
         ({"function": f"{HERE}:level", "truth_key": "extra_info"}, 3.0),
         ({"function": "tests.reward.functions:compute_score", "truth_key": "reward_model.ground_truth"}, 3.0),
         ({"function": "tests.reward.functions:compute_score", "last_turn": True}, 1.0),
+        ({"function": "tests.reward.functions:counts_turns", "truth_key": "reward_model.ground_truth"}, 34.0),
+        ({"function": "tests.reward.functions:counts_turns"}, 4.0),
+        ({"function": "tests.reward.functions:counts_no_turns", "truth_key": "", "whole_group": True}, 30.0),
     ],
 )
 def test_each_reads_its_turns_and_its_part_of_the_truth(function: dict[str, Any], given: float) -> None:
