@@ -40,9 +40,10 @@ HERE = {
     "use_kl_loss": "trainer.algorithm.kl.coefficient",
     "kl_loss_coef": "trainer.algorithm.kl.coefficient",
     "kl_coef": "trainer.algorithm.kl.coefficient",
-    "epsilon": "trainer.algorithm.loss.clip_low",
+    "epsilon": "trainer.algorithm.loss.clip_low, which trainer.algorithm.loss.clip_high does not follow: set both",
     "epsilon_high": "trainer.algorithm.loss.clip_high",
-    "clip_ratio": "trainer.algorithm.loss.clip_low",
+    "clip_ratio": "trainer.algorithm.loss.clip_low and trainer.algorithm.loss.clip_high, where verl's clip_ratio_low "
+    "and clip_ratio_high are null; these are 0.2 unless they are set, and go before it",
     "clip_ratio_low": "trainer.algorithm.loss.clip_low",
     "clip_ratio_high": "trainer.algorithm.loss.clip_high",
     "clip_ratio_c": "trainer.algorithm.loss.dual_clip",
@@ -54,6 +55,11 @@ HERE = {
     "peft_config": "trainer.lora.rank, trainer.lora.alpha and trainer.lora.targets",
     "reward_funcs": "reward.functions",
     "custom_reward_function": "reward.functions",
+    "reward_manager": "reward.workers: functions run in processes of their own",
+    "reward_kwargs": "reward.functions: [{function: overlong, …}]",
+    "rollout_correction": "trainer.algorithm.ratio, trainer.algorithm.correction and trainer.algorithm.reject",
+    "async_training": "gate.max_lag, gate.groups_per_step and trainer.mini_batches",
+    "v1": "gate.max_lag, trainer.mini_batches and run.placement",
     "reward_weights": "reward.functions, each with its weight",
     "train_dataset": "prompts.train",
     "eval_dataset": "prompts.eval",
@@ -78,7 +84,7 @@ HERE = {
 """By the last part of a key of theirs."""
 SECTIONS = ("actor_rollout_ref", "data", "reward_model")
 """Of verl's, that are none here."""
-WITHIN = ("trainer", "trainer.algorithm")
+WITHIN = ("trainer", "trainer.algorithm", "reward")
 """Where else than alone a key of theirs may stand for what is elsewhere here."""
 
 
