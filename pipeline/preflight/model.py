@@ -296,6 +296,16 @@ def _check_balance(path: str, balanced: float) -> None:
         )
 
 
+def _check_stop_ids(config: Config, path: str, vocabulary: int) -> None:
+    """Raises `SetupError` where a token that is to end answers is none of the ``vocabulary`` of the model at
+    ``path``."""
+    if strange := [id for id in config.rollout.sampling.stop_token_ids if id >= vocabulary]:
+        raise SetupError(
+            f"rollout.sampling.stop_token_ids: {strange[0]} is no token of {path}, which has {vocabulary} "
+            "of them; its tokenizer_config.json has the ids of its special tokens"
+        )
+
+
 def _encode(config: Config, report: Report) -> None:
     """The first rows as tokens: the tokenizer and its chat template work, and there is room for an answer."""
     from penstock.services.modeling.lengths import positions_of
@@ -316,7 +326,9 @@ def _encode(config: Config, report: Report) -> None:
             f"model.chat_template_kwargs.{odd[0]}: the chat template of {config.model.path} does not look at "
             "it; mend its name, take it out, or, to evaluate another kind of model, give model.chat_template_kwargs={}"
         )
-    if not tokenizer.stop_ids and not config.rollout.sampling.stop:
+    _check_stop_ids(config, config.model.path, model.get_text_config().vocab_size)
+    sampling = config.rollout.sampling
+    if not (tokenizer.stop_ids or sampling.stop or sampling.stop_token_ids):
         raise SetupError(
             f"model.path: nothing ends an answer of {config.model.path}: neither its tokenizer, its generation_config "
             "nor a chat template names a token that does; give rollout.sampling.stop, e.g. a text that ends one, or "

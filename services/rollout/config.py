@@ -222,6 +222,10 @@ class SamplingConfig(Section):
     leave room for as many. null: as long as `rollout.engine.max_length` has room for behind each prompt."""
     stop: tuple[str, ...] = ()
     """Texts that end a trajectory, e.g. ``["</answer>"]``."""
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Tokens that end an answer, or a turn, beside those that the model and its chat template name, e.g. ``[151645]``:
+    such an answer is finished, its last token is learned like any other, and evaluations end there too. Checkpoints do
+    not name them in generation_config.json."""
 
     @field_validator("stop")
     @classmethod
@@ -231,8 +235,8 @@ class SamplingConfig(Section):
         return value
 
     def training(self, greedy_baseline: bool = False) -> Sampling:
-        """For training groups."""
-        own = self.model_dump() | {"max_new_tokens": self.max_new_tokens or 0}
+        """For training groups. Tokens that end every answer are the engine's, and not said with each."""
+        own = self.model_dump(exclude={"stop_token_ids"}) | {"max_new_tokens": self.max_new_tokens or 0}
         return Sampling(**own, greedy_baseline=greedy_baseline)
 
     def greedy(self) -> Sampling:

@@ -377,7 +377,7 @@ def make_engine(
         return NoEngine()
     whole = load_config(model_path)
     model_config = whole.get_text_config()
-    stop_ids = text.stop_ids | text.special_ids(config.sampling.stop)
+    stop_ids = text.stop_ids | text.special_ids(config.sampling.stop) | {*config.sampling.stop_token_ids}
     if isinstance(engine, TorchEngineConfig):
         from penstock.services.rollout.engines.torch.engine import TorchEngine
 

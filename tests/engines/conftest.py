@@ -24,7 +24,7 @@ def _bench(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("model")
     models = make_models(folder)
     with serving(options, folder) as usable:
-        workbench = Workbench(folder, models, usable, SamplingConfig())
+        workbench = Workbench(folder, models, usable, SamplingConfig(stop_token_ids=(3,)))
         yield workbench
         workbench.engine.close()
 

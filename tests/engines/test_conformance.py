@@ -96,11 +96,12 @@ def test_seeds_decide_the_tokens(bench: Workbench, random: np.random.Generator) 
     assert [c.tokens.tolist() for c in first] != [c.tokens.tolist() for c in other]
 
 
-def test_the_end_token_and_the_limit_end_a_sequence(bench: Workbench, random: np.random.Generator) -> None:
+def test_the_end_tokens_and_the_limit_end_a_sequence(bench: Workbench, random: np.random.Generator) -> None:
     requests = {r.number: r for r in (bench.request(random, n=8, max_new_tokens=60) for _ in range(16))}
     done = bench.run(*requests.values())
     stopped = [c for c in done if c.finish == "stop"]
-    assert stopped and len(stopped) < len(done)
+    assert len(stopped) < len(done)
+    assert {int(c.tokens[-1]) for c in stopped} == bench.stop_ids, "the model's, and rollout.sampling.stop_token_ids"
     for completion in done:
         ends = np.isin(completion.tokens, sorted(bench.stop_ids))
         assert not ends[:-1].any()

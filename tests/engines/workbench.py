@@ -48,7 +48,7 @@ class Workbench:
         self.engine: Engine = make_engine(
             rollout, str(folder), dtype, self.text, adapter_rank=adapter_rank, head_dtype=head_dtype
         )
-        self.stop_ids = {1}
+        self.stop_ids = {1, *sampling.stop_token_ids}
         self.vocabulary = models[0].config.vocab_size
         self.version = -1
         self._served: dict[int, Any] = {}

@@ -310,6 +310,9 @@ def test_a_model_of_which_nothing_ends_an_answer_is_refused(policy: Path, tmp_pa
     rows = {"prompts": {"train": {"type": "sort", "size": 8}}}
     assert "nothing ends an answer of" in said(path, **rows)
     assert not said(path, **rows, rollout={"sampling": {"stop": ["="]}})
+    assert not said(path, **rows, rollout={"sampling": {"stop_token_ids": [63]}})
+    strange = said(path, **rows, rollout={"sampling": {"stop_token_ids": [63, 64]}})
+    assert f"rollout.sampling.stop_token_ids: 64 is no token of {path}, which has 64 of them" in strange
 
 
 def test_files_in_32_bits_that_a_cpu_would_compute_with_in_16_are_told_of(policy: Path) -> None:
