@@ -60,6 +60,8 @@ def check_columns(config: Any) -> None:
             )
     table: ColumnTable = config.columns
     names = [column.name for column in table.columns] + [total.name for total in table.sums]
+    own = [REFERENCE] * config.reference.in_trainer  # which no scorer writes
+    names, by_token = names + own, table.by_token | set(own)
     for kind, scorer in config.scorers.items():
         for name in scorer.columns:
             if name in METRICS:
@@ -97,10 +99,10 @@ def check_columns(config: Any) -> None:
             "reward.functions: every weight is 0, so that there is no reward to train on; give one another weight "
             "(where the algorithm reads none, any will do), or name a scorer's column in reward.columns"
         )
-    by_token = table.by_token - {term for total in table.sums for term in total.terms}
-    _check_shapes(config.trainer.algorithm, table.by_token, by_token)
+    by_token_alone = by_token - {term for total in table.sums for term in total.terms}
+    _check_shapes(config.trainer.algorithm, by_token, by_token_alone)
     for index, constraint in enumerate(config.trainer.algorithm.constraints):
-        if constraint.column in by_token:
+        if constraint.column in by_token_alone:
             raise ValueError(
                 f"trainer.algorithm.constraints.{index}.column: {constraint.column} has a value for each token, and a "
                 "cost one for each trajectory"

@@ -179,8 +179,9 @@ class Config(Section):
 
     @property
     def with_reference(self) -> bool:
-        """Somebody reads the reference's log-probabilities: the KL penalty, or something of the user's own."""
-        return REFERENCE in columns_read(self)
+        """Somebody reads the log-probabilities of a reference process: the KL penalty, or something of the user's
+        own."""
+        return REFERENCE in columns_read(self) and not self.reference.in_trainer
 
     @property
     def with_critic(self) -> bool:

@@ -54,6 +54,7 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     from penstock.services.modeling.parallel.world import World
     from penstock.services.modeling.routing import Replay, mixture_of
     from penstock.services.runtime import checkpoint_folders
+    from penstock.services.trainer.adapter_off import with_reference
     from penstock.services.trainer.learner import Learner
     from penstock.services.trainer.rank_setup import load_policy, self_teacher
     from penstock.services.weights.sender.shard_exporter import ShardExporter
@@ -88,6 +89,8 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
         _check_columns(batch, config)
         torch.manual_seed(batch.seed)
         step = open_batch(batch, config.columns, mixture_of(model), vocabulary_of(model))
+        if config.reference.in_trainer:
+            step = with_reference(learner, step, temperature)
         metrics = learner.train(step)
         digest = source.digest()
         groups = len(batch.groups) - step.unreadable

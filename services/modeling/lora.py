@@ -10,6 +10,8 @@ import json
 import math
 import re
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -113,6 +115,19 @@ def inject(model: Any, adapter: Adapter, base: str) -> None:
         parameter.requires_grad_(learns(model, name))
         if parameter.requires_grad:  # peft makes them as the matrix is; they are trained, so they are whole
             parameter.data = parameter.data.float()
+
+
+@contextmanager
+def without_adapter(model: Any) -> Iterator[None]:
+    """Meanwhile ``model`` computes as it did before `inject`."""
+    layers = [layer for layer in model.modules() if hasattr(layer, "lora_A")]
+    try:
+        for layer in layers:  # peft's own switch would also have parameters learn no more
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def _check_called(model: Any, adapter: Adapter) -> None:

@@ -16,6 +16,10 @@ class ReferenceConfig(Section):
     path: str | None = None
     """The frozen model: a folder or a hub name, e.g. ``Qwen/Qwen2.5-0.5B-Instruct``; null: the model that training
     starts from, without the adapter of `trainer.lora.start`: merge one that is to count (`penstock merge`)."""
+    in_trainer: bool = False
+    """With `trainer.lora`: no process is started; the trainer switches its adapter off for a forward pass over each
+    step, which is the model that training starts from, e.g. ``true`` where memory is short. Only losses, advantages and
+    corrections may read the column `reference` then, since it is there when a step has taken a group."""
     refresh_every: int = Field(0, ge=0)
     """Take the policy's own version in the model's place after every so many steps, e.g. ``200`` (Liu et al. 2025,
     ProRL, arXiv:2505.24864): a multiple of `trainer.checkpoint.every`, since it is read from there. Groups that were

@@ -11,5 +11,5 @@ SPEC = ActorSpec(
     preloaded=lambda config: True,
     gpus=lambda config: int(config.reference.device != "cpu"),
     columns=lambda config: [Column(name=REFERENCE, scorer="reference", per="token")],
-    unneeded="trainer.algorithm.kl.coefficient is 0",
+    unneeded="trainer.algorithm.kl.coefficient is 0, or the trainer itself computes it (reference.in_trainer)",
 )

@@ -28,6 +28,7 @@ from penstock.services.modeling.sight import give_learners_sight
 from penstock.services.modeling.version_weights import version_of
 from penstock.services.modeling.whole_weights import AdapterBase
 from penstock.services.runtime.actor import ActorContext
+from penstock.services.trainer.adapter_off import with_reference
 from penstock.services.trainer.advantage_config import SelfDistillationAdvantage
 from penstock.services.trainer.canary import canary_tokens
 from penstock.services.trainer.config import TrainerConfig
@@ -59,6 +60,8 @@ class TrainerSettings:
     """Of the logits; None: ``dtype``."""
     critic_warmup: int = 0
     """First steps in which a critic learns, and the policy does not."""
+    reference_here: bool = False
+    """The column `reference` is the policy's, without its adapter."""
     reference_every: int = 0
     """The reference reads checkpoints of versions that are multiples of it; 0: none."""
     mixtures: Path | None = None
@@ -177,6 +180,8 @@ def train(
     step = open_batch(batch, settings.columns, mixture_of(learner.model), vocabulary_of(learner.model))
     rank = learner.world.named("trainer")
     judgements = Judgements(step) if settings.archived else None
+    if settings.reference_here:
+        step = with_reference(learner, step, settings.temperature)
     with profiled(batch.step, settings.trainer.profile_steps, settings.profiles, rank):
         metrics = learner.train(step, before_update, judgements)
     if judgements:

@@ -17,7 +17,8 @@ from tests.e2e.runs import SHORT, Run, check_promises
 @pytest.mark.slow
 def test_a_killed_rank_costs_time_and_the_adapter_loads(tmp_path: Path) -> None:
     more = ["trainer.ranks=2", "trainer.lora={rank: 4, publish: adapter}", "weights.transport=gloo"]
-    more += ["trainer.steps=12", "trainer.checkpoint.every=4"]
+    more += ["trainer.steps=12", "trainer.checkpoint.every=4", "reference.in_trainer=true"]
+    more += ["trainer.algorithm.kl.coefficient=0.01", "model.warm_start.steps=60", "trainer.optimizer.lr=0.003"]
     run = Run(tmp_path, [*SHORT, *more])
     run.wait_for_step(4)
     every = [p for p in psutil.process_iter(["cmdline"]) if str(run.folder) in (p.info["cmdline"] or [])]
@@ -26,6 +27,9 @@ def test_a_killed_rank_costs_time_and_the_adapter_loads(tmp_path: Path) -> None:
     summary = run.wait(300)
     check_promises(summary)
     assert summary["steps"] == 12 and summary["restarts"] >= 1
+    rows = [row for row in map(json.loads, (run.folder / "metrics.jsonl").open()) if "train_s" in row]
+    assert rows[0]["reference_kl"] == pytest.approx(0, abs=1e-4) and rows[-1]["reference_kl"] > 1e-4, "from what the policy was at first"
+    assert not list((run.folder / "logs").glob("reference*"))
     received = [row["bytes_received"] for row in map(json.loads, (run.folder / "weights.jsonl").open())]
     assert 0 < max(received) < 0.2 * (run.folder / "model" / "model.safetensors").stat().st_size, "the adapter alone"
     path = run.folder / "checkpoints" / "step-000012"

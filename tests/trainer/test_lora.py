@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
@@ -27,9 +28,11 @@ from penstock.services.modeling.adapter_files import check_addition
 from penstock.services.modeling.decoder_shape import described_by
 from penstock.services.modeling.load import ModelError
 from penstock.services.modeling.lora import Merged
+from penstock.services.modeling.parallel.fsdp import forward
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.whole_weights import AdapterBase
 from penstock.services.runtime.errors import SetupError
+from penstock.services.trainer.adapter_off import with_reference
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.rank_setup import load_policy
@@ -322,3 +325,37 @@ def test_a_runs_folder_in_a_checkpoints_place_is_told_the_newest_one(tmp_path: P
     (run / "checkpoints" / "step-000004").mkdir()
     with pytest.raises(ConfigError, match="its newest checkpoint is .*/runs/first/checkpoints/step-000004"):
         merge(run, tmp_path / "out")
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+def test_with_its_adapter_switched_off_the_policy_is_the_reference(start: Path, variant: str) -> None:
+    made, plain = (
+        learner(start, variant=variant),
+        Learner(Qwen3ForCausalLM.from_pretrained(start), TrainerConfig.model_validate({}), 1.0, WORLD),
+    )
+    step = a_step(0)
+
+    def of(one: Learner) -> list[Any]:
+        return one.evaluate(step, lambda rows: forward(one.model, rows, 0.7))
+
+    reference, learning = of(plain), {name for name, p in made.model.named_parameters() if p.requires_grad}
+    made.train(step)
+    found = with_reference(made, step, 0.7).token_values["reference"]
+    for mine, wanted, now in zip(found, reference, of(made), strict=True):
+        np.testing.assert_allclose(mine, wanted, atol=1e-5)
+        assert np.abs(now - wanted).max() > 1e-3
+    assert learning == {name for name, p in made.model.named_parameters() if p.requires_grad}
+
+
+def test_what_a_reference_in_the_trainer_cannot_be_is_refused() -> None:
+    quick = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+    here, lora = "reference.in_trainer=true", "trainer.lora={rank: 4}"
+    load(quick, [here, lora, "trainer.algorithm.kl.coefficient=0.1"])
+    for more, said in (
+        ([], "only an adapter can be switched off"),
+        ([lora, "reference.path=x"], "leave out reference.path"),
+        ([lora, "trainer.algorithm.advantage={type: gae}"], "a critic learns beside the trainer"),
+        ([lora, "replay.filter={type: column, column: reference}"], "replay.filter.column: with reference.in_trainer"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load(quick, [here, *more])
