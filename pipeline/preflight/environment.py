@@ -221,16 +221,18 @@ def _encode(
             "may call tools in another form; see docs/environments.md"
         )
     if tools and prompt.messages is not None:
-        _tell_result(environment, key, tokenizer, report)
+        _tell_result(environment, key, tokenizer, tools, report)
     check_length(config, [len(tokens)], report, positions_of(load_config(path)) or 1 << 30, key)
 
 
-def _tell_result(environment: EnvironmentConfig, key: str, tokenizer: Any, report: Report) -> None:
+def _tell_result(
+    environment: EnvironmentConfig, key: str, tokenizer: Any, tools: list[dict[str, Any]], report: Report
+) -> None:
     """The chat template is told what a tool has given. Adds to ``report`` where it refuses. Raises `SetupError` where
     all that the policy calls would."""
     asked, told = as_called("", "hermes", [{"role": "tool", "content": "7"}], 1)
     try:
-        tokenizer.observe(told, True, next(iter(tokenizer.stop_ids), 0), asked)
+        tokenizer.observe(told, True, next(iter(tokenizer.stop_ids), 0), asked, (), tools)
     except Exception as error:  # a template may raise anything
         words = (
             f"{key}: {environment.environment} has tools, and the chat template refuses what they give (a message of "

@@ -87,7 +87,8 @@ class Policy:
             if parent is None:
                 given = self._text.encode_chat(said, tools, pictures)
             else:
-                given = self._text.observe(added, True, int(parent.answer.tokens[-1]), parent.said[-1], pictures)
+                last = int(parent.answer.tokens[-1])
+                given = self._text.observe(added, True, last, parent.said[-1], pictures, tools)
             return said, self._checked(session, Spliced(parent, given, added, pictures))
         except AgentError:
             raise

@@ -45,6 +45,8 @@ class _Session:
     """What the environment's pool calls it."""
     parts: list[np.ndarray | Completion]
     chat: bool = False
+    tools: list[dict[str, Any]] | None = None
+    """What the policy is told of."""
     rewards: list[float] = field(default_factory=list)
     """Of the turns that are over."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -195,7 +197,8 @@ class MultiTurn:
         try:
             prompt = begun_with(session.work.lease.prompt, found)
             session.chat, session.pictures = prompt.messages is not None, prompt.pictures
-            tokens = self._text.encode(prompt, found["tools"])
+            session.tools = found["tools"] or prompt.tools
+            tokens = self._text.encode(prompt, session.tools)
         except Exception as error:  # a template may raise anything
             return self._end(session, failure=f"the prompt cannot be used: {error}")
         session.parts.append(tokens)
@@ -245,7 +248,7 @@ class MultiTurn:
             form = self._config.tools.tool_calls if self._config.tools else "hermes"
             words = self._text.decode([last.tokens.tolist()])[0]
             answer, said = as_called(words, form, said, len(session.turns), self._thought(session))
-        return self._text.observe(said, session.chat, int(last.tokens[-1]), answer, pictures)
+        return self._text.observe(said, session.chat, int(last.tokens[-1]), answer, pictures, session.tools)
 
     def _too_long(self, said: Any) -> str:
         """See `tokenizer.too_long`: this thread is the engine's too."""

@@ -73,7 +73,7 @@ def given_trajectory(
                 heard.append(message)
                 continue
             if said:
-                between = text.observe(heard, True, int(said[-1][-1]), last)
+                between = text.observe(heard, True, int(said[-1][-1]), last, (), prompt.tools)
                 add(between, len(between))
                 heard = []
             say(text.answer_to_chat([*asked.messages, *talk[:place]], message, prompt.tools))

@@ -13,7 +13,6 @@ from penstock.protocols.experience import PICTURE, Prompt
 from penstock.services.data.picture_files import PictureError, open_pictures
 from penstock.services.data.pictures import in_parts
 from penstock.services.modeling.answer_end import (
-    MARK,
     TemplateEnd,
     end_between,
     listed_ends,
@@ -23,7 +22,8 @@ from penstock.services.modeling.answer_end import (
 )
 from penstock.services.modeling.load import load_tokenizer
 from penstock.services.modeling.pictures import PictureReader
-from penstock.services.turns.calls_told import Message, marked_calls, takes_text_alone, with_arguments_as_text
+from penstock.services.turns import between
+from penstock.services.turns.calls_told import Message, takes_text_alone, with_arguments_as_text
 from penstock.services.turns.tool_calls import THINK
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -167,7 +167,7 @@ class Tokenizer:
             return self.answer_to_text(_contents(before), written)
         begun, whole = self._render(before, True, tools), self._render([*before, answer], False, tools)
         told = whole.removeprefix(begun) if whole.startswith(begun) else ""
-        if call := self.lost_call(answer):
+        if call := self.lost_call(answer, tools):
             raise TextError(f"the chat template leaves out the call of {call}; write it into the answer's content")
         if answer.get("tool_calls") and not (told and _says(told, written)):
             raise TextError(
@@ -209,22 +209,21 @@ class Tokenizer:
 
     def observe(
         self, observation: str | Sequence[Message], chat: bool, ended_with: int, answer: Message | None = None,
-        pictures: Sequence[bytes] = (),
+        pictures: Sequence[bytes] = (), tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> np.ndarray:  # fmt: skip
         """int32 ``[tokens]``: what stands between an answer, whose last token is ``ended_with``, and the next one. In
         a ``chat`` it is what the template puts there, less the end of the answer where that was sampled; else the
-        observation alone. ``answer``, as a message, tells the template which tools it asked for. Tokens that were
-        sampled are never made again from text. ``pictures``: what the observation shows, by its marks, or in
-        parts of its messages. Raises `TextError`."""
+        observation alone. ``answer``, as a message, tells the template which tools it asked for, and ``tools`` are
+        those that the conversation is told of. Tokens that were sampled are never made again from text. ``pictures``:
+        what the observation shows, by its marks, or in parts of its messages. Raises `TextError`."""
         messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         if pictures:
-            return self._observe_shown(messages, chat and self.has_template, ended_with, answer, pictures)
+            return self._observe_shown(messages, chat and self.has_template, ended_with, answer, pictures, tools)
         if not chat or not self.has_template:
             text = _contents(messages)
         else:
             end = self._special.get(ended_with, "")  # any other token may only look like the answer's end
-            calls = (answer or {}).get("tool_calls")
-            text = (self._behind_calls(calls, messages, end) if calls else "") or self._behind_answer(messages)
+            text = self._behind(answer, messages, end, tools)
             if ended_with == self._end.token and self._end_between and text.startswith(self._end_between):
                 end = self._end_between  # the answer has ended, if by the token of a last one
             if end and text.startswith(end):
@@ -236,7 +235,7 @@ class Tokenizer:
 
     def _observe_shown(
         self, messages: Sequence[Message], chat: bool, ended_with: int, answer: Message | None,
-        pictures: Sequence[bytes],
+        pictures: Sequence[bytes], tools: Sequence[Mapping[str, Any]] | None,
     ) -> np.ndarray:  # fmt: skip
         told: Sequence[Message]
         if any(isinstance(message.get("content"), list) for message in messages):
@@ -249,7 +248,7 @@ class Tokenizer:
             mark = self.pictures.framed_mark
             told = [{**message, "content": message["content"].replace(PICTURE, mark)} for message in messages]
         try:
-            return self.pictures.expand(self.observe(told, chat, ended_with, answer), pictures)
+            return self.pictures.expand(self.observe(told, chat, ended_with, answer, (), tools), pictures)
         except PictureError as error:
             raise TextError(str(error)) from error
 
@@ -258,41 +257,29 @@ class Tokenizer:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def _behind_answer(self, messages: Sequence[Message]) -> str:
-        """What the template puts behind an answer: its end, ``messages``, and the beginning of the next one."""
-        _, found, text = self._told({"role": "assistant", "content": MARK}, messages).partition(MARK)
-        if not found:
+    def _behind(
+        self, answer: Message | None, messages: Sequence[Message], end: str, tools: Sequence[Mapping[str, Any]] | None
+    ) -> str:
+        """What the template puts behind an ``answer`` that may have ended by ``end``. Raises `TextError`."""
+        results = any(message.get("role") == "tool" for message in messages)
+        if tools and not results and between.tells_tools_again(self._asking, tools):
+            tools = None
+        if calls := (answer or {}).get("tool_calls"):
+            ends = [[end], self._special.values()]
+            if text := between.behind_calls(self._asking, calls, messages, ends, tools):
+                return text
+        if (behind := between.behind_answer(self._asking, messages, tools)) is None:
             raise TextError("the chat template leaves out what the assistant said; it cannot be used in turns")
-        return text
+        return behind
 
-    def _behind_calls(self, calls: Sequence[Mapping[str, Any]], messages: Sequence[Message], end: str) -> str:
-        """As `_behind_answer`, of an answer that asked for tools: some templates say of a result whose it is. A call
-        ends first, as was sampled, and then the answer, by ``end`` or another special token. Empty where the template
-        says nothing of calls."""
-        marks, marked = marked_calls(calls)
-        try:
-            told = self._told({"role": "assistant", "content": MARK, "tool_calls": marked}, messages)
-        except Exception:  # a template may raise anything; what it says of an answer without calls may do
-            return ""
-        last = next((mark for mark in reversed(marks) if mark in told), None)  # some tell of the first call alone
-        begun = told.index(last) if last else len(told)
-        for ends in ([end], self._special.values()):
-            found = [at for each in ends if each and (at := told.find(each, begun)) >= 0]
-            if found:
-                return told[min(found) :]
-        return ""
+    def lost_call(self, answer: Message, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """See `between.lost_call`."""
+        return between.lost_call(self._asking, answer, tools)
 
-    def lost_call(self, answer: Message) -> str:
-        """The function of a call in ``answer`` that the chat template says nothing of; empty: it tells of all."""
-        marks, marked = marked_calls(answer.get("tool_calls") or ())
-        told = self._told({**answer, "tool_calls": marked}, ()) if marks else ""
-        return next(
-            (call["function"]["name"] for mark, call in zip(marks, marked, strict=True) if mark not in told), ""
-        )
-
-    def _told(self, answer: Message, messages: Sequence[Message]) -> str:
-        """A chat with an ``answer``, and ``messages`` behind it, up to where the next one begins."""
-        return self._render([{"role": "user", "content": "?"}, answer, *messages], True)
+    def _asking(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """A chat up to where the next answer begins."""
+        told: str = self._render(messages, True, tools)
+        return told
 
     @cached_property
     def _special(self) -> dict[int, str]:

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from penstock.pipeline.models.tiny import make_tokenizer
+from penstock.protocols.experience import Prompt
 from penstock.protocols.messages import Lease
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import canonical
 from penstock.services.turns.answers import Answer
+from penstock.services.turns.given import given_trajectory
 from penstock.services.turns.tokenizer import Tokenizer
 from tests.gateway.house import House
 
@@ -57,11 +59,21 @@ DEEPSEEK = """
 {{- '<call>' + c.function.name + '<sep>' + c.function.arguments + '</call>' }}{% endfor %}
 {{- '<|im_end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}<Assistant>{% endif %}"""
 RESPONSE = "\n<|im_start|>user\n<tool_response>7</tool_response><|im_end|>\n<|im_start|>assistant\n"
+WITHOUT_TOOLS = """
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+NEWEST = """
+{%- for m in messages %}
+{%- if tools and loop.last and m.role == 'user' %}{{ tools | tojson }}{% endif -%}
+<|im_start|>{{ m.role }}:{{ m.content }}
+{%- for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>{% endfor %}"""
 MARKS = ["<|im_start|>", "<|im_end|>", "<|call|>"]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
-def text_of(folder: Path, template: str) -> Tokenizer:
+def text_of(folder: Path, template: str | dict[str, str]) -> Tokenizer:
     tokenizer = make_tokenizer(set(string.printable))
     tokenizer.chat_template = template
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS[:2]})
@@ -106,6 +118,27 @@ def test_a_template_that_takes_arguments_as_text_alone_is_given_text(tmp_path: P
     chat = [{"role": "user", "content": "0?"}, asked(), {"role": "tool", "tool_call_id": "0aaaaaaa0", "content": "7"}]
     told = text.plain.decode(text.encode_chat(chat))
     assert told == '<User>0?<Assistant><call>add<sep>{"a": 0}</call><|im_end|><result>7</result><Assistant>'
+
+
+def test_the_template_of_chats_with_tools_tells_their_results_and_calls(tmp_path: Path) -> None:
+    """Hermes' and Command-R's tokenizers have one for chats with tools, and another for those without."""
+    text = text_of(tmp_path, {"default": WITHOUT_TOOLS, "tool_use": CHATML})
+    result = [{"role": "tool", "tool_call_id": "0aaaaaaa0", "content": "7"}]
+    ended = text.plain.convert_tokens_to_ids("<|im_end|>")
+    assert text.plain.decode(text.observe(result, True, ended, asked(), (), TOOLS)) == RESPONSE
+    assert text.lost_call(asked(), TOOLS) == "" and text.lost_call(asked()) == "add"
+    talk = [asked(), *result, {"role": "assistant", "content": "so 7"}]
+    row = Prompt(index=0, messages=[{"role": "user", "content": "?"}], answer=talk, tools=TOOLS)
+    made = text.plain.decode(given_trajectory(text, row, "all", 0, None).tokens)
+    call = json.dumps(asked()["tool_calls"][0]["function"])
+    assert made.endswith(f"<tool_call>{call}</tool_call><|im_end|>{RESPONSE}so 7<|im_end|>")
+
+
+def test_tools_that_a_template_tells_before_the_newest_words_are_told_once(tmp_path: Path) -> None:
+    text, ended = text_of(tmp_path, NEWEST), "<|im_end|>"
+    id = text.plain.convert_tokens_to_ids(ended)
+    assert "add" in text.plain.decode(text.encode_chat([{"role": "user", "content": "a"}], TOOLS))
+    assert text.plain.decode(text.observe("b", True, id, None, (), TOOLS)) == f"<|im_start|>user:b{ended}"
 
 
 @pytest.mark.parametrize("template", [CHATML, ONE_CALL])
