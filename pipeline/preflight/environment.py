@@ -11,6 +11,7 @@ import numpy as np
 
 from penstock.pipeline.config import Config, PretrainedModel, TinyModel
 from penstock.pipeline.models.characters import SEEN_PROMPTS, UNKNOWN
+from penstock.pipeline.preflight import told_tools
 from penstock.pipeline.preflight.data import check_length
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.preflight.rewards import ANSWER, TRIAL_S
@@ -19,7 +20,7 @@ from penstock.services.environments.begun import begun_with
 from penstock.services.environments.config import EnvironmentConfig, key_of
 from penstock.services.environments.past import Answered
 from penstock.services.environments.pool import EnvironmentPool
-from penstock.services.environments.tool_calls import BEGIN, as_called
+from penstock.services.environments.tool_calls import BEGIN
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install
 
@@ -228,16 +229,18 @@ def _encode(
 def _tell_result(
     environment: EnvironmentConfig, key: str, tokenizer: Any, tools: list[dict[str, Any]], report: Report
 ) -> None:
-    """The chat template is told what a tool has given. Adds to ``report`` where it refuses. Raises `SetupError` where
-    all that the policy calls would."""
-    asked, told = as_called("", "hermes", [{"role": "tool", "content": "7"}], 1)
+    """The chat template is told what a tool has given. Adds to ``report`` where it refuses, or says nothing of it.
+    Raises `SetupError` where all that the policy calls would be lost."""
+    why = "leaves out what they give (a message of the role tool)"
     try:
-        tokenizer.observe(told, True, next(iter(tokenizer.stop_ids), 0), asked, (), tools)
+        if told_tools.tells_results(tokenizer, tools):
+            return
     except Exception as error:  # a template may raise anything
-        words = (
-            f"{key}: {environment.environment} has tools, and the chat template refuses what they give (a message of "
-            f"the role tool): {type(error).__name__}: {error}; give model.chat_template, or take another model"
-        )
-        if environment.tools:
-            raise SetupError(words) from error
-        report.notes.append(f"{words}; unless step tells of it in other messages")
+        why = f"refuses what they give (a message of the role tool): {type(error).__name__}: {error}"
+    words = (
+        f"{key}: {environment.environment} has tools, and the chat template {why}; give model.chat_template, or take "
+        "another model"
+    )
+    if environment.tools:
+        raise SetupError(words)
+    report.notes.append(f"{words}; unless step tells of it in other messages")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
-from penstock.pipeline.config import Config
+from penstock.pipeline.config import Config, PretrainedModel
+from penstock.pipeline.preflight import told_tools
 from penstock.pipeline.preflight.report import Report
 from penstock.protocols.mailbox import AddressError
 from penstock.services.gateway import ports
@@ -33,6 +34,23 @@ def look(config: Config, report: Report) -> None:
                 ports.listen("gateway.bind", *ports.bind_at(gateway, index)).close()
         except AddressError as error:
             raise SetupError(str(error)) from None
+    with report.collect():
+        _look_at_template(config, report)
+
+
+def _look_at_template(config: Config, report: Report) -> None:
+    """At what the model's chat template says of tools."""
+    if not isinstance(config.model, PretrainedModel) or config.gateway.tool_calls == "none":
+        return
+    from penstock.services.turns.tokenizer import Tokenizer
+
+    path = config.model.path
+    try:
+        tokenizer = Tokenizer(path, config.template)
+    except SetupError:  # which is told where the model is looked at
+        return
+    if tokenizer.has_template:
+        told_tools.look_at_agents(path, tokenizer, report)
 
 
 def _try_parser(name: str) -> None:

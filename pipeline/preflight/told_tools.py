@@ -1,14 +1,15 @@
-"""Tools of rows, and calls in their conversations: whether the chat template tells of them."""
+"""Tools, calls of them and what these give: whether the chat template tells of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock.pipeline.preflight.report import Report
 from penstock.protocols.experience import Prompt
+from penstock.services.environments.tool_calls import as_called
 
 if TYPE_CHECKING:
     from penstock.services.turns.tokenizer import Tokenizer
@@ -37,6 +38,35 @@ def look_at_rows(path: str, tokenizer: Tokenizer, rows: Sequence[Prompt], report
                 "whose template does, give model.chat_template, or leave tools_key out and write them into the contents"
             )
             return
+
+
+def tells_results(tokenizer: Tokenizer, tools: list[dict[str, Any]]) -> bool:
+    """What a tool of ``tools`` gives can be read in what the chat template tells of it. Raises what a template may."""
+    found = []
+    for given in ("7", "7 7 7 7"):  # letters that a tokenizer does not know are at least as many
+        asked, told = as_called("", "hermes", [{"role": "tool", "content": given}], 1)
+        found.append(tokenizer.observe(told, True, next(iter(tokenizer.stop_ids), 0), asked, (), tools))
+    return not np.array_equal(*found)
+
+
+def look_at_agents(path: str, tokenizer: Tokenizer, report: Report) -> None:
+    """Adds to ``report`` where agents that give the policy tools would be heard in vain: whether they do is theirs."""
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
+    tool = {"name": "look", "description": "looks", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": tool}]
+    try:
+        if np.array_equal(tokenizer.encode_chat(asked), tokenizer.encode_chat(asked, tools)):
+            lost = "does not tell of tools"
+        elif not tells_results(tokenizer, tools):
+            lost = "leaves out what tools give (messages of the role tool)"
+        else:
+            return
+    except Exception as error:  # a template may raise anything
+        lost = f"refuses tools, or what they give: {type(error).__name__}: {error}"
+    report.notes.append(
+        f"gateway: the chat template of {path} {lost}, so the policy does not learn of it where agents have tools; "
+        "take a model whose template does, or give model.chat_template"
+    )
 
 
 def _calls(prompt: Prompt) -> list[dict[str, object]]:

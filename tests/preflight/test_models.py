@@ -18,7 +18,7 @@ from penstock.pipeline.config import Config, load
 from penstock.pipeline.models import make_tiny as making
 from penstock.pipeline.models.characters import ALPHABET
 from penstock.pipeline.models.tiny import make_tokenizer
-from penstock.pipeline.preflight import data, environment, pictures
+from penstock.pipeline.preflight import data, environment, gateway, pictures
 from penstock.pipeline.preflight import model as models
 from penstock.pipeline.preflight.report import Report
 from penstock.protocols.experience import Prompt
@@ -221,7 +221,28 @@ def test_an_environments_first_words_have_room_and_tell_of_its_tools(policy: Pat
     refuses = TOLD.replace("{{ m.role }}", "{{ raise_exception('no tools') if m.role == 'tool' else m.role }}")
     found = begun(path, refuses)[0]
     assert "the chat template refuses what they give" in found and "no tools; give model.chat_template" in found
+    forgets = TOLD.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
+    assert "the chat template leaves out what they give (a message of the role tool)" in begun(path, forgets)[0]
     assert not begun(path, MISTRAL)[0], "a result has the id of its call"
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (PLAIN, "does not tell of tools"),
+        (TOLD.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}"), "leaves out what"),
+        (TOLD.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' else raise_exception('no') }}"), "refuses"),
+        (TOLD, ""),
+    ],
+)
+def test_agents_that_would_tell_of_tools_in_vain_are_told_of(
+    policy: Path, tmp_path: Path, template: str, why: str
+) -> None:
+    path, report = shutil.copytree(policy, tmp_path / "chats"), Report()
+    begun(path, template)
+    config = {"model": {"type": "pretrained", "path": str(path)}, "prompts": {"train": {"type": "sort"}}}
+    gateway._look_at_template(Config.model_validate(config), report)
+    assert [f"the chat template of {path} {why}" in note for note in report.notes] == [True] * bool(why)
 
 
 def test_a_class_of_tools_gives_a_reward_or_somebody_else_is_named(policy: Path, tmp_path: Path) -> None:
