@@ -26,12 +26,12 @@ def as_called(
     answer: str, form: Form, results: Sequence[Mapping[str, str]], turn: int, thinking: bool = False
 ) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """``answer``, the one of this ``turn``, as a message with a call for each of the tools' ``results``, and these with
-    its ids, of nine letters: some chat templates refuse a result of which they do not know whose it is.
+    its ids, of nine letters, and names: some chat templates refuse a result of which they do not know whose it is.
 
     >>> results = [{"role": "tool", "content": "3"}]
     >>> asked, told = as_called('<tool_call>{"name": "add"}</tool_call>', "hermes", results, 1)
     >>> asked["tool_calls"][0]["function"]["name"], told
-    ('add', [{'role': 'tool', 'content': '3', 'tool_call_id': '0001c0000'}])
+    ('add', [{'role': 'tool', 'content': '3', 'tool_call_id': '0001c0000', 'name': 'add'}])
     """
     found = calls_in(answer, form, {}, thinking)
     calls: list[dict[str, Any]] = []
@@ -41,6 +41,7 @@ def as_called(
             place = len(calls)
             id = message.setdefault("tool_call_id", f"{turn:04}c{place:04}")
             name = message.get("name") or _name(found[place] if place < len(found) else "")
+            message.setdefault("name", name)
             calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": {}}})
         told.append(message)
     return {"role": "assistant", "content": answer} | ({"tool_calls": calls} if calls else {}), told

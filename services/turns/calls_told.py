@@ -30,6 +30,18 @@ def with_arguments_as_text(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
+def with_names(messages: Sequence[Message]) -> list[Message]:
+    """``messages`` with the name of the function in each result that has none, by the id of the call before it: some
+    chat templates refuse a result without one, and agents rarely give it."""
+    names: dict[Any, Any] = {}
+    found: list[Message] = []
+    for message in messages:
+        names |= {call.get("id"): call["function"].get("name") for call in message.get("tool_calls") or ()}
+        name = names.get(message.get("tool_call_id")) if message.get("role") == "tool" else None
+        found.append({**message, "name": name} if name and not message.get("name") else message)
+    return found
+
+
 def takes_text_alone(render: Callable[[Sequence[Message]], Any]) -> bool:
     """The chat template behind ``render`` joins arguments to text, and fails where they are a map (DeepSeek's)."""
     chat: list[Message] = [

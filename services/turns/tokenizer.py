@@ -23,7 +23,7 @@ from penstock.services.modeling.answer_end import (
 from penstock.services.modeling.load import load_tokenizer
 from penstock.services.modeling.pictures import PictureReader
 from penstock.services.turns import between
-from penstock.services.turns.calls_told import Message, takes_text_alone, with_arguments_as_text
+from penstock.services.turns.calls_told import Message, takes_text_alone, with_arguments_as_text, with_names
 from penstock.services.turns.tool_calls import THINK
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -135,8 +135,10 @@ class Tokenizer:
         tokenize: bool = False,
     ) -> Any:  # fmt: skip
         """A chat as its template has it, up to its end, or up to where the next answer begins: text, or ids."""
-        if any(message.get("tool_calls") for message in messages) and self._arguments_are_text:
-            messages = with_arguments_as_text(messages)
+        if any(message.get("tool_calls") for message in messages):
+            messages = with_names(messages)
+            if self._arguments_are_text:
+                messages = with_arguments_as_text(messages)
         return self._apply(messages, tools=list(tools or ()) or None, add_generation_prompt=asks, tokenize=tokenize)
 
     def _apply(self, messages: Sequence[Message], **options: Any) -> Any:

@@ -47,6 +47,11 @@ GPT_OSS = """
 <|im_start|>{{ last.name }} to=assistant{{ m.content }}<|im_end|>
 {%- else %}{% set last.name = none %}<|im_start|>{{ m.role }}{{ m.content }}<|im_end|>{% endif %}{% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant{% endif %}"""
+NAMED = """
+{%- for m in messages %}<|im_start|>{{ m.role }}:
+{%- if m.role == 'tool' and not m.name %}{{ raise_exception('Tool response dicts require a name!') }}{% endif %}
+{{- m.content }}
+{%- for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>{% endfor %}"""
 ONE_CALL = """
 {%- for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one call!') }}{% endif %}
 {{- m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>
@@ -175,7 +180,7 @@ def twice(text: str) -> tuple[str, list[Any]]:
     return "", [Call("add", {"a": 1})] * 2
 
 
-@pytest.mark.parametrize("template", [MISTRAL, GPT_OSS])
+@pytest.mark.parametrize("template", [MISTRAL, GPT_OSS, NAMED])
 def test_an_agent_tells_results_to_a_template_that_wants_to_know_of_calls(
     tokenizers: dict[bool, Path], model: Any, template: str
 ) -> None:
