@@ -50,7 +50,8 @@ def check_sources(config: Any) -> None:
 def sources_of(data: DataConfig) -> list[str]:
     """Which `Prompt.source` the rows of ``data`` may have; `OTHER` where a row says it."""
     if isinstance(data, MixData):
-        return list(data.sources)
+        named = [name for name in data.sources if name not in data.named_by_rows]
+        return [*named, OTHER] if data.named_by_rows else named
     return [OTHER] if says_sources(data) else [""]
 
 
@@ -143,5 +144,5 @@ def _lacking(table: ColumnTable, name: str, sources: Sequence[str]) -> list[str]
 
 
 def _said(sources: Sequence[str]) -> str:
-    words = {"": "rows without a source (prompts.train is no mixture)", OTHER: "whatever source a custom row may name"}
+    words = {"": "rows without a source (prompts.train is no mixture)", OTHER: "whatever source a row may name"}
     return ", ".join(words.get(source, f"the source {source!r}") for source in dict.fromkeys(sources))

@@ -19,7 +19,7 @@ def look_at_rows(
     a user's own function it may."""
     if isinstance(source, MixData) and isinstance(prompts, Mixture):
         for name, part in source.sources.items():
-            own = [prompt for prompt in usable if prompt.source == name]
+            own = [prompt for prompt in usable if prompts.is_of(name, prompt)]
             look_at_rows(part, f"{key}.sources.{name}", prompts.sources[name], own, report)
         return
     remedy = f"name the column of their pictures as {key}.images_key"

@@ -46,7 +46,7 @@ def open_source(config: DataConfig, held_out: bool = False, key: str = "prompts.
         from penstock.services.data.mixture import Mixture
 
         parts = {name: open_source(part, held_out, f"{key}.sources.{name}") for name, part in config.sources.items()}
-        return Mixture(parts, config.weights, key)
+        return Mixture(parts, config.weights, key, config.named_by_rows)
     assert isinstance(config, CustomData)
     from penstock.services.data.custom import CustomSource
 

@@ -51,7 +51,7 @@ class HubData(Section):
     ``reward_model.ground_truth``; null: the whole row."""
     source_key: str | None = None
     """Column that says of which source a row is, e.g. ``data_source``, for `sources` of reward functions and scorers;
-    null: the rows of a mixture are of its sources, others of none."""
+    null: the rows of a mixture are of its sources, others of none. Weights of a mixture count by its own sources."""
     answer_key: str | None = None
     """Column of the row's own answer, for `rollout.given`, e.g. ``solution``: text, or a list of chat messages that go
     on from the prompt. The same as `prompt_key`: that column has whole conversations, of which the assistant's last
@@ -141,8 +141,8 @@ OneSource = Annotated[SortData | HubData | ReasoningGymData | NumbersData | Cust
 
 
 class MixData(Section):
-    """Several sources as one. Reward functions may ask for `source`, the name of the one that a prompt is from; each
-    has a reward curve of its own, ``source/NAME``."""
+    """Several sources as one. Reward functions may ask for `source`, the name of the one that a prompt is from, or
+    what its row says where that has a `source_key`; each has a reward curve of its own, ``source/NAME``."""
 
     type: Literal["mix"] = "mix"
     sources: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], OneSource] = Field(min_length=1)
@@ -157,6 +157,11 @@ class MixData(Section):
             odd = ", ".join(sorted(self.weights.keys() ^ self.sources.keys()))
             raise ValueError(f"weights: each of sources has one, and nothing else has; look at {odd}")
         return self
+
+    @property
+    def named_by_rows(self) -> set[str]:
+        """The sources whose rows say themselves of which they are."""
+        return {name for name, part in self.sources.items() if isinstance(part, HubData) and part.source_key}
 
 
 DataConfig = Annotated[
@@ -177,5 +182,7 @@ def shows_pictures(config: DataConfig) -> bool:
 
 
 def says_sources(data: DataConfig) -> bool:
-    """Each row says by itself of which source it is."""
+    """Rows say by themselves of which source they are."""
+    if isinstance(data, MixData):
+        return bool(data.named_by_rows)
     return isinstance(data, CustomData) or (isinstance(data, HubData) and data.source_key is not None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -18,7 +18,8 @@ class Mixture(PromptSource):
     """Rows of all ``sources``, so spread that any stretch of the mixture has them in their shares; a run that shuffles
     draws them in these shares on average. It is as long as it must be for every row of each to be there once; where a
     source's share is larger than its part of all rows, its rows come again. ``weights``: shares of the sources, of any
-    sum; none: each row is there once. Raises `DataError`.
+    sum; none: each row is there once. ``named``: sources whose rows say themselves of which they are. Raises
+    `DataError`.
 
     >>> easy = [Prompt(index=i, text=f"{i}+1=") for i in range(2)]
     >>> hard = [Prompt(index=i, text=f"{i}*7=") for i in range(2)]
@@ -26,8 +27,11 @@ class Mixture(PromptSource):
     ['hard', 'easy', 'hard', 'hard', 'easy', 'hard']
     """
 
-    def __init__(self, sources: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float], key: str) -> None:
-        self._names, self._sources = list(sources), list(sources.values())
+    def __init__(
+        self, sources: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float], key: str,
+        named: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        self._names, self._sources, self._named = list(sources), list(sources.values()), set(named)
         for name, source in sources.items():
             if not len(source):
                 raise DataError(f"{key}.sources.{name}: the data source has no rows")
@@ -54,12 +58,23 @@ class Mixture(PromptSource):
         """See `PromptSource`."""
         which = int(self._which[index])
         found = self._sources[which][int(self._rows[index])]
-        return found.model_copy(update={"source": self._names[which]})
+        name = self._names[which]
+        return found if name in self._named and found.source else found.model_copy(update={"source": name})
 
     @property
     def sources(self) -> dict[str, Sequence[Prompt]]:
         """Its parts, by name."""
         return dict(zip(self._names, self._sources, strict=True))
+
+    def is_of(self, name: str, prompt: Prompt) -> bool:
+        """``prompt``, one of the mixture's, is from its source ``name``."""
+        if name not in self._named:
+            return prompt.source == name
+        part = self.sources[name]
+        try:
+            return prompt.index < len(part) and part[prompt.index] == prompt
+        except DataError:  # a row that is none: ``prompt`` is another
+            return False
 
     def one_of_each(self) -> list[int]:
         """The first prompt of each source."""

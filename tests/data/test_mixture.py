@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.pipeline.config import Config
+from penstock.pipeline.config.sources import OTHER, sources_of
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, open_source
-from penstock.services.data.config import MixData
+from penstock.services.data.config import MixData, says_sources
 from penstock.services.data.mixture import Mixture
 
 
@@ -45,6 +50,25 @@ def test_any_stretch_has_the_sources_in_their_shares(
     for name, source in sources.items():  # those that come again come as often as each other
         often = [counts[name, i] for i in range(len(source))]
         assert max(often) - min(often) <= 1
+
+
+def test_rows_of_a_mixture_keep_the_source_that_they_say(tmp_path: Path) -> None:
+    kinds = ["algebra", "geometry"] * 2
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"q{i}", "answer": "1", "kind": kind}) + "\n" for i, kind in enumerate(kinds))
+    )
+    math = {"type": "hub", "path": "json", "files": [str(tmp_path / "rows.jsonl")], "truth_key": "answer"}
+    mixed = MixData.model_validate({"sources": {"math": {**math, "source_key": "kind"}, "other": math}})
+    found: Any = open_source(mixed)
+    assert Counter(prompt.source for prompt in found) == {"algebra": 2, "geometry": 2, "other": 4}
+    own = [prompt.source for prompt in found if found.is_of("math", prompt)]
+    assert sorted(own) == sorted(kinds)
+    config = {"model": {"type": "tiny"}, "prompts": {"train": mixed}}
+    for asked in ("algebra", "other"):
+        judge = {"function": "exact_match", "sources": [asked]}
+        every = {"function": "number"}
+        assert Config.model_validate({**config, "reward": {"functions": [judge, every]}})
+    assert sources_of(mixed) == ["other", OTHER] and says_sources(mixed)
 
 
 def test_a_mixture_of_a_config_names_its_sources_and_what_is_wrong_with_them() -> None:

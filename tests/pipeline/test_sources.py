@@ -69,7 +69,7 @@ def test_what_every_prompt_has_may_be_asked(overrides: list[str]) -> None:
         (["prompts.train={type: sort}", "reward.functions=[{function: exact_match, sources: [hard]}]"],
          "prompts.train: no reward is made for rows without a source"),
         ([APART, GDPO], "components: reward/exact_match is not asked for the source 'words', and what is learned from"),
-        ([APART, CUSTOM, GDPO], "reward/exact_match is not asked for whatever source a custom row may name"),
+        ([APART, CUSTOM, GDPO], "reward/exact_match is not asked for whatever source a row may name"),
         ([APART, "trainer.algorithm.constraints=[{column: reward/length, limit: 9}]"],
          "trainer.algorithm.constraints.0.column: reward/length is not asked for the source 'sums'"),
         (["reward.functions=[{function: exact_match}, {function: 'm:f', columns: [reward/length]}, "
