@@ -46,7 +46,7 @@ def tells_results(tokenizer: Tokenizer, tools: list[dict[str, Any]]) -> bool:
     for given in ("7", "7 7 7 7"):  # letters that a tokenizer does not know are at least as many
         asked, told = as_called("", "hermes", [{"role": "tool", "content": given}], 1)
         found.append(tokenizer.observe(told, True, next(iter(tokenizer.stop_ids), 0), asked, (), tools))
-    return not np.array_equal(*found)
+    return not np.array_equal(found[0], found[1])
 
 
 def look_at_agents(path: str, tokenizer: Tokenizer, report: Report) -> None:

@@ -146,14 +146,16 @@ def read_call(text: str) -> tuple[Any, Any]:
 
 
 def _in_json(said: str) -> list[str]:
-    """The whole answer is one call, or a list of some, as Llama 3 and Mistral make them."""
+    """The whole answer is one call, or a list of some, as Llama 3 and Mistral make them. What has a name alone may be
+    any answer in JSON."""
     text = said.strip().removeprefix("<|python_tag|>").removeprefix("[TOOL_CALLS]")
     try:
         read = json.loads(text)
     except (ValueError, RecursionError):
         return []
     every = read if isinstance(read, list) else [read]
-    if not every or not all(isinstance(each, dict) and "name" in each for each in every):
+    keys = [each.keys() if isinstance(each, dict) else set() for each in every]
+    if not every or not all("name" in each and {"arguments", "parameters"} & each for each in keys):
         return []
     return [json.dumps({"name": e["name"], "arguments": e.get("arguments", e.get("parameters"))}) for e in every]
 
