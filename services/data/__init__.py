@@ -41,7 +41,7 @@ def open_source(config: DataConfig, held_out: bool = False, key: str = "prompts.
     if isinstance(config, ReasoningGymData):
         from penstock.services.data.reasoning_gym import ReasoningGymSource
 
-        return ReasoningGymSource(config, key)
+        return ReasoningGymSource(config, key, held_out)
     if isinstance(config, MixData):
         from penstock.services.data.mixture import Mixture
 

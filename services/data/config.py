@@ -99,7 +99,8 @@ class ReasoningGymData(Section):
     size: int = Field(10_000, ge=1)
     """Number of prompts."""
     seed: int = 0
-    """Other seeds give other tasks."""
+    """Other seeds give other tasks, where they lie further apart than `size`: a task follows from the sum of seed and
+    row. Evaluations draw other tasks than training by the same one; where a task set has few, some are in both."""
     chat: bool = False
     """Render a question as one user message through the tokenizer's chat template, where it has one, e.g. ``true`` for
     an instruct model. `penstock play` always asks so."""

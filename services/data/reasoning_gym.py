@@ -10,19 +10,23 @@ from penstock.services.data.config import ReasoningGymData
 from penstock.services.data.hub import make_prompt
 from penstock.services.data.source import PromptSource
 
+HELD_OUT = 1 << 30
+"""Added to the seed of an evaluation's tasks: a task follows from the sum of seed and row, so that seeds which lie
+nearer than there are rows give the same ones."""
+
 
 class ReasoningGymSource(PromptSource):
-    """One task set. The truth carries its name and the entry, which `reward` function ``reasoning_gym`` scores by."""
+    """One task set; ``held_out``: of evaluations, whose tasks are other ones. The truth carries its name and the entry,
+    which `reward` function ``reasoning_gym`` scores by."""
 
-    def __init__(self, config: ReasoningGymData, key: str) -> None:
+    def __init__(self, config: ReasoningGymData, key: str, held_out: bool = False) -> None:
         need("reasoning_gym", "reasoning-gym", key)
         import reasoning_gym
 
         self._config = config
         try:
-            self._tasks = reasoning_gym.create_dataset(
-                config.task, size=config.size, seed=config.seed, **config.options
-            )
+            seed = config.seed + HELD_OUT * held_out
+            self._tasks = reasoning_gym.create_dataset(config.task, size=config.size, seed=seed, **config.options)
         except Exception as error:  # an unknown task, or options that it does not take
             raise DataError(f"{key}.task: reasoning-gym cannot make {config.task!r}: {error}") from error
 

@@ -50,6 +50,13 @@ def test_a_generator_that_raises_costs_its_row(monkeypatch: pytest.MonkeyPatch) 
     assert rows[1].text == "1+2="
 
 
+def test_evaluations_draw_other_tasks_than_training_by_the_same_seed() -> None:
+    pytest.importorskip("reasoning_gym")
+    config = ReasoningGymData(task="chain_sum", size=20, options={"min_terms": 4, "min_digits": 4})
+    trained, held_out = ({prompt.text for prompt in open_source(config, each)} for each in (False, True))
+    assert len(trained) == len(held_out) == 20 and not trained & held_out
+
+
 def in_json(folder: Path, text: str, **config: Any) -> Any:
     (folder / "rows.jsonl").write_text(text)
     return open_source(HubData(path="json", files=[str(folder / "rows.jsonl")], **config))
