@@ -10,6 +10,8 @@ from penstock.services.runtime.errors import SetupError
 from penstock.services.turns.tokenizer import Tokenizer
 from penstock.services.turns.tool_calls import Call, Parser, Said, behind_thoughts
 
+_TOOLS = json.dumps([{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}])
+
 
 def of_template(text: Tokenizer, key: str) -> Parser:
     """The tokenizer's ``response_template``, by which transformers parses what its model says:
@@ -32,7 +34,7 @@ def of_template(text: Tokenizer, key: str) -> Parser:
 
 def of_vllm(name: str, text: Tokenizer, key: str) -> Parser:
     """vLLM's parser of this name: https://docs.vllm.ai/en/latest/features/tool_calling/. Raises `SetupError` where
-    vLLM is not installed, or has none."""
+    vLLM is not installed, has none, or has one that raises whatever it is asked."""
     try:
         parsers = importlib.import_module("vllm.tool_parsers").ToolParserManager
         protocol = importlib.import_module("vllm.entrypoints.openai.chat_completion.protocol")
@@ -56,6 +58,14 @@ def of_vllm(name: str, text: Tokenizer, key: str) -> Parser:
         calls = [_call(each.function.name, each.function.arguments) for each in found.tool_calls]
         return thoughts + (found.content or ""), calls
 
+    try:
+        parse(Said("Well.", "Well.", _TOOLS))
+    except Exception as error:  # some are there for vLLM's own server alone, and find nothing by themselves
+        what = f"{type(error).__name__}: {error}"
+        raise SetupError(
+            f"{key}: vLLM's parser {name!r} cannot be asked for the calls in an answer ({what}); name another, "
+            "template, or a function of yours"
+        ) from error
     return parse
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -208,6 +210,36 @@ def test_vllms_parsers_find_calls(parsed: Callable[[str, str], tuple[str, list[C
         parsed("vllm:llama3_json", "")
     with pytest.raises(SetupError, match="vLLM has no parser 'nonsense'; it has"):
         parsed("vllm:nonsense", "")
+
+
+class _Stub:
+    """As vLLM's for gpt-oss, which its server does without."""
+
+    def __init__(self, *made: Any) -> None: ...
+    def extract_tool_calls(self, text: str, request: Any) -> Any:
+        raise NotImplementedError("asked of the server's own")
+
+
+class _Silent(_Stub):
+    def extract_tool_calls(self, text: str, request: Any) -> Any:
+        return SimpleNamespace(tools_called=False)
+
+
+@pytest.mark.parametrize(("made", "works"), [(_Stub, False), (_Silent, True)])
+def test_a_parser_of_vllms_that_finds_nothing_ever_is_refused(
+    tokenizers: dict[bool, Path], monkeypatch: pytest.MonkeyPatch, made: type, works: bool
+) -> None:
+    parsers = SimpleNamespace(list_registered=lambda: ["openai"], get_tool_parser=lambda name: made)
+    request = SimpleNamespace(ChatCompletionRequest=lambda **told: SimpleNamespace(**told))
+    monkeypatch.setitem(sys.modules, "vllm.tool_parsers", SimpleNamespace(ToolParserManager=parsers))
+    monkeypatch.setitem(sys.modules, "vllm.entrypoints.openai.chat_completion.protocol", request)
+    monkeypatch.setitem(sys.modules, "vllm.tokenizers.hf", SimpleNamespace())
+    text = Tokenizer(str(tokenizers[True]))
+    if works:
+        assert Replies(text, "vllm:openai")._parser(Said("Well.", "Well.", TOOLS)) == ("Well.", [])
+        return
+    with pytest.raises(SetupError, match="vLLM's parser 'openai' cannot be asked for .*NotImplementedError"):
+        Replies(text, "vllm:openai")
 
 
 @pytest.mark.vllm
