@@ -56,6 +56,13 @@ def tells_tools_again(render: Render, tools: Tools) -> bool:
     return any(name and name in behind for name in names)
 
 
+def next_words(answer: Message) -> list[Message]:
+    """What may stand behind an ``answer``: what its tools gave, or else a user's words."""
+    calls = answer.get("tool_calls") or ()
+    results = [{"role": "tool", "content": "7", "tool_call_id": call.get("id")} for call in calls]
+    return results or [{"role": "user", "content": "?"}]
+
+
 def _told(render: Render, answer: Message, messages: Sequence[Message], tools: Tools | None) -> str:
     """A chat with an ``answer``, and ``messages`` behind it, up to where the next one begins."""
     return render([{"role": "user", "content": "?"}, answer, *messages], tools)

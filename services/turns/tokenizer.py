@@ -186,15 +186,27 @@ class Tokenizer:
             told = told.removesuffix(self._end.whole) + self._end.text
         ids, before_ids = self._tokenize(begun + told.rstrip()), self._tokenize(begun)
         goes_on = ids[: len(before_ids)] == before_ids
-        return self._ended(ids[len(before_ids) :] if goes_on else self._tokenize(told.rstrip()))
+        own = ids[len(before_ids) :] if goes_on else self._tokenize(told.rstrip())
+        return self._ended(own, self._next_end(answer, tools) if self._end.token is None else None)
 
-    def _ended(self, ids: list[int]) -> np.ndarray:
-        """With the end of sequence, unless a token that ends one does already; others, though special, end nothing."""
+    def _ended(self, ids: list[int], end: int | None = None) -> np.ndarray:
+        """With ``end``, or the end of sequence, unless a token that ends one does already; others, though special, end
+        nothing."""
         if not ids or ids[-1] not in self.stop_ids:
-            if self._tokenizer.eos_token_id is None:
+            end = self._tokenizer.eos_token_id if end is None else end
+            if end is None:
                 raise TextError("nothing ends an answer: neither the chat template nor an end of sequence")
-            ids = [*ids, self._tokenizer.eos_token_id]
+            ids = [*ids, end]
         return np.array(ids, np.int32)
+
+    def _next_end(self, answer: Message, tools: Sequence[Mapping[str, Any]] | None) -> int | None:
+        """The token with which the next one begins to speak, where that ends an ``answer``, as GLM's do; None: it does
+        not."""
+        try:
+            ids = self._tokenize(self._behind(answer, between.next_words(answer), "", tools).lstrip())
+        except Exception:  # a template may raise anything
+            return None
+        return ids[0] if ids and ids[0] in self.stop_ids else None
 
     @cached_property
     def _end(self) -> TemplateEnd:

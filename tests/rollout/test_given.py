@@ -54,6 +54,11 @@ PHI = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% else %}<eos>{% endif %}"""
+GLM = """{% for m in messages %}{% if m.role == 'user' %}<|user|>
+{{ m.content }}{% elif m.role == 'tool' %}<|observation|>
+{{ m.content }}{% else %}<|assistant|>
+{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% endif %}
+{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 NO_END = """{% for m in messages %}{{ m.role }}: {{ m.content }}
 
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
@@ -115,6 +120,34 @@ def test_the_prompt_is_the_beginning_and_the_answer_is_learned_with_its_end(
     asked = text.plain.decode(text.encode(prompt), skip_special_tokens=False)
     assert shown(text, prompt) == [(False, asked), (True, learned)]
     assert given_trajectory(text, prompt, "last", 0, None).turns == ()
+
+
+def test_an_answer_that_the_next_ones_mark_ends_is_taught_that_end(tmp_path: Path) -> None:
+    """As GLM's templates have it: a call is ended by the mark of its result, and another answer by the user's."""
+    backend, marks = bytewise(), ["<|user|>", "<|observation|>", "<|assistant|>", "<eos>"]
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens(marks)
+    plain = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    plain.chat_template = GLM
+    plain.save_pretrained(tmp_path)
+    GenerationConfig(eos_token_id=plain.convert_tokens_to_ids(["<eos>", *marks[:2]])).save_pretrained(tmp_path)
+    call = {"id": "0", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    talk = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "0", "content": "2"},
+        {"role": "assistant", "content": "4"},
+        *TALK[-1:],
+        {"role": "assistant", "content": "5"},
+    ]
+    asked = "<tool_call>" + json.dumps(call["function"]) + "</tool_call><|observation|>"
+    assert shown(Tokenizer(str(tmp_path)), Prompt(index=0, messages=ASKED, answer=talk)) == [
+        (False, "<|user|>\n2+2?<|assistant|>"),
+        (True, f"\n{asked}"),
+        (False, "\n2<|assistant|>"),
+        (True, "\n4<|user|>"),
+        (False, "\n+1?<|assistant|>"),
+        (True, "\n5<|user|>"),
+    ]
 
 
 def test_of_a_conversation_every_turn_is_learned_behind_what_was_said_before_or_the_last_alone(
