@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from penstock.services.modeling.load import load_tokenizer
 from penstock.services.modeling.pictures import PictureReader
 from penstock.services.turns import between
 from penstock.services.turns.calls_told import Message, takes_text_alone, with_arguments_as_text, with_names
+from penstock.services.turns.spelling import bytes_of
 from penstock.services.turns.tool_calls import THINK
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -320,13 +321,13 @@ class Tokenizer:
             spaced = (mark or "").replace("▁", " ")
             if begun and spaced == f" {text}":  # which is left out where a text begins
                 text = spaced
-            found.append((text, _bytes_of(mark) if "\ufffd" in text else text.encode()))
+            found.append((text, bytes_of(mark) if "\ufffd" in text else text.encode()))
             begun = True
         return found
 
     def decode_marked(self, row: Sequence[int]) -> str:
         """The text of a turn with its special tokens, but for the one that ends it."""
-        ended = bool(row) and row[-1] in self._tokenizer.all_special_ids
+        ended = bool(row) and (row[-1] in self._tokenizer.all_special_ids or row[-1] in self.stop_ids)
         return self._tokenizer.decode(row[:-1] if ended else row, skip_special_tokens=False)
 
     def begins_thought(self, given: np.ndarray) -> bool:
@@ -364,23 +365,6 @@ def too_long(size: int, max_length: int | None) -> str:
         f"the conversation adds {size} characters: too many for the {max_length} tokens that rollout.engine and the "
         "model take"
     )
-
-
-def _bytes_of(mark: str) -> bytes | None:
-    """What a token stands for that is no whole text: a byte by its number, or a letter for each byte, as GPT-2's
-    tokenizer and its like have them."""
-    if number := re.fullmatch(r"<0x([0-9A-F]{2})>", mark):
-        return bytes.fromhex(number[1])
-    letters = _letters()
-    return bytes(letters[letter] for letter in mark) if letters.keys() >= set(mark) else None
-
-
-@cache
-def _letters() -> dict[str, int]:
-    """The byte that each of GPT-2's letters stands for."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode  # takes a second to import
-
-    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def _says(told: str, written: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import GenerationConfig
 
 from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.protocols.experience import Prompt
@@ -154,6 +155,16 @@ def test_where_calls_change_nothing_tokens_are_as_without_them(tmp_path: Path, t
     for token in (text.plain.convert_tokens_to_ids("<|im_end|>"), 5):
         with_calls, without = (text.observe(added, True, token, each) for each in (asked(2), None))
         assert with_calls.tolist() == without.tolist()
+
+
+def test_a_parser_is_not_shown_the_token_that_ended_a_turn(tmp_path: Path) -> None:
+    """Such as gpt-oss' end of a call: special, listed by the model, and not among those that are named."""
+    text = text_of(tmp_path, GPT_OSS)
+    call = text.plain.convert_tokens_to_ids("<|call|>")
+    assert call not in text.plain.all_special_ids
+    GenerationConfig(eos_token_id=[call, text.plain.eos_token_id]).save_pretrained(tmp_path)
+    said = Tokenizer(str(tmp_path)).decode_marked(text._tokenize("a<|im_start|>b<|call|>"))
+    assert said == "a<|im_start|>b"
 
 
 def test_ids_of_calls_are_nine_letters_and_digits_and_each_its_own(tokenizers: dict[bool, Path], model: Any) -> None:
