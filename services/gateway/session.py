@@ -203,7 +203,7 @@ class Session:
     def _longest_first(self, size: Callable[[Turn], int]) -> list[Turn]:
         """Of two that are as long, the one first that its agent has had: where they read the same, it speaks of that
         one."""
-        return sorted(self.turns.values(), key=lambda turn: (-size(turn), not turn.wanted))
+        return sorted(self.turns.values(), key=lambda turn: (-size(turn), not turn.wanted, turn.number))
 
     def path(self, turn: Turn | None) -> list[Turn]:
         """From the first turn of its conversation to this one."""
@@ -262,7 +262,8 @@ class Session:
         return found
 
     def _leaves(self) -> list[Turn]:
-        wanted = [turn for turn in self.turns.values() if turn.wanted]
+        """By their numbers: answers arrive in any order, which nobody knows any more after a takeover."""
+        wanted = [turn for _, turn in sorted(self.turns.items()) if turn.wanted]
         inner = set[int]()
         for turn in wanted:
             before = turn.parent

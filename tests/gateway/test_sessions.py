@@ -79,3 +79,17 @@ def test_a_long_session_is_not_compared_turn_by_turn(branches: int, monkeypatch:
     tokens = np.append(own(last), [101, 101, 101]).astype(np.int32)
     assert session.parent_by_tokens(tokens)[0] is last and len(made) == 1
     assert len(session._leaves()) == branches
+
+
+def test_the_branch_that_was_asked_for_last_is_the_last_in_whatever_order_answers_arrived() -> None:
+    rng, prompt = random.Random(0), np.array([9], np.int32)
+    for order in ((0, 1), (1, 0)):  # the second, as another gateway's that takes the session over may have it
+        session = Session(0)
+        grown(session, None, rng, "a")
+        grown(session, None, rng, "b")
+        for turn in session.turns.values():
+            turn.wanted = True
+        session.turns = {number: session.turns[number] for number in order}
+        made = session.trajectories(lambda ids: "", prompt, False)
+        last = session.turns[1]
+        assert made[-1].tokens.tolist() == [*last.given.tolist(), *last.answer.tokens.tolist()]
