@@ -5,6 +5,8 @@ from __future__ import annotations
 from penstock.protocols.messages import Lease
 
 PLACE_BITS, TURN_BITS = 12, 12
+OF_TURNS = 1 << 62
+"""No group's number has this bit, and no negative one lacks it: a run may have single answers beside turns."""
 
 
 def stream_of(lease: Lease) -> int:
@@ -15,4 +17,4 @@ def stream_of(lease: Lease) -> int:
 def turn_stream(lease: Lease, place: int, turn: int) -> int:
     """Of one turn of the trajectory at ``place``."""
     most = (1 << TURN_BITS) - 1
-    return stream_of(lease) << (PLACE_BITS + TURN_BITS) | place << TURN_BITS | turn & most
+    return (stream_of(lease) << (PLACE_BITS + TURN_BITS) | place << TURN_BITS | turn & most) ^ OF_TURNS

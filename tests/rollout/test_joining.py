@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,11 +10,13 @@ import numpy as np
 import pytest
 
 from penstock.protocols import wire
-from penstock.protocols.experience import ExperienceError
+from penstock.protocols.experience import ExperienceError, Prompt, Sampling
+from penstock.protocols.messages import Lease
 from penstock.protocols.routing import no_routing, unknown
 from penstock.services.rollout.engines.base import Completion
 from penstock.services.turns.answers import pack_answer, unpack_answer
 from penstock.services.turns.joining import Again, join, routed_before
+from penstock.services.turns.streams import stream_of, turn_stream
 
 OPEN = unknown(np.dtype(np.uint8))
 
@@ -74,3 +77,14 @@ def test_an_answer_carries_it() -> None:
     fields = wire.unpack(pack_answer(answer, "stop", 0.5)) | {"routing": np.zeros((2, 2), np.uint8)}
     with pytest.raises(wire.WireError, match="routing"):
         unpack_answer(wire.pack(fields))
+
+
+def test_turns_and_single_answers_never_draw_alike() -> None:
+    sampling = Sampling(n=2, max_new_tokens=1)
+    found = list[int]()
+    for purpose, number in itertools.product(("train", "eval"), range(3)):
+        prompt = Prompt(index=number, text="a")
+        lease = Lease(purpose=purpose, number=number, attempt=1, seed=5, prompt=prompt, sampling=sampling)
+        places = itertools.product(range(3), range(3))
+        found += [stream_of(lease), *(turn_stream(lease, place, turn) for place, turn in places)]
+    assert len(set(found)) == len(found) and all(-(2**63) <= stream < 2**63 for stream in found)
