@@ -20,7 +20,6 @@ from penstock.services.environments.begun import begun_with
 from penstock.services.environments.config import EnvironmentConfig, key_of
 from penstock.services.environments.past import Answered
 from penstock.services.environments.pool import EnvironmentPool
-from penstock.services.environments.tool_calls import BEGIN
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install
 
@@ -216,11 +215,8 @@ def _encode(
             raise SetupError(words)
         report.notes.append(f"{words}; unless the system message of each prompt tells of them")
     form = environment.tools.tool_calls if environment.tools else ""
-    if form in BEGIN and BEGIN[form] not in str(tokenizer.plain.chat_template):
-        report.notes.append(
-            f"{key}.options.tool_calls={form}: the chat template of {path} does not say {BEGIN[form]}, so the policy "
-            "may call tools in another form; see docs/environments.md"
-        )
+    if why := told_tools.other_form(form, str(tokenizer.plain.chat_template)):
+        report.notes.append(f"{key}.options.tool_calls={form}: the chat template of {path} {why}")
     if tools and prompt.messages is not None:
         _tell_result(environment, key, tokenizer, tools, report)
     check_length(config, [len(tokens)], report, positions_of(load_config(path)) or 1 << 30, key)

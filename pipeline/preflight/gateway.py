@@ -50,7 +50,7 @@ def _look_at_template(config: Config, report: Report) -> None:
     except SetupError:  # which is told where the model is looked at
         return
     if tokenizer.has_template:
-        told_tools.look_at_agents(path, tokenizer, report)
+        told_tools.look_at_agents(path, tokenizer, config.gateway.tool_calls, report)
 
 
 def _try_parser(name: str) -> None:

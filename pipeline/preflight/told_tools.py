@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.pipeline.preflight.report import Report
 from penstock.protocols.experience import Prompt
-from penstock.services.environments.tool_calls import as_called
+from penstock.services.environments.tool_calls import BEGIN, as_called
 
 if TYPE_CHECKING:
     from penstock.services.turns.tokenizer import Tokenizer
@@ -40,6 +40,21 @@ def look_at_rows(path: str, tokenizer: Tokenizer, rows: Sequence[Prompt], report
             return
 
 
+def other_form(form: str, template: str) -> str:
+    """Why the policy, whose chat template this is, may call tools otherwise than in the ``form`` in which calls are
+    looked for, and what to do; empty: nothing speaks for that."""
+    if form in ("hermes", "xml") and "<arg_key>" in template:
+        return (
+            "tells of <arg_key> in <tool_call>, as GLM's, which none of hermes, xml and json reads: have agents play "
+            "the tasks, with gateway.tool_calls=vllm:glm45 or a function of yours, or give model.chat_template"
+        )
+    if form == "hermes" and BEGIN["xml"] in template:
+        return f"tells of {BEGIN['xml']}NAME> in <tool_call>, and not of JSON there: set it to xml"
+    if form in BEGIN and BEGIN[form] not in template:
+        return f"does not say {BEGIN[form]}, so the policy may call tools in another form; see docs/environments.md"
+    return ""
+
+
 def tells_results(tokenizer: Tokenizer, tools: list[dict[str, Any]]) -> bool:
     """What a tool of ``tools`` gives can be read in what the chat template tells of it. Raises what a template may."""
     found = []
@@ -49,8 +64,9 @@ def tells_results(tokenizer: Tokenizer, tools: list[dict[str, Any]]) -> bool:
     return not np.array_equal(found[0], found[1])
 
 
-def look_at_agents(path: str, tokenizer: Tokenizer, report: Report) -> None:
-    """Adds to ``report`` where agents that give the policy tools would be heard in vain: whether they do is theirs."""
+def look_at_agents(path: str, tokenizer: Tokenizer, form: str, report: Report) -> None:
+    """Adds to ``report`` where agents that give the policy tools would be heard in vain, or the calls of these, of this
+    ``form``, be overheard: whether they have tools is theirs."""
     asked: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
     tool = {"name": "look", "description": "looks", "parameters": {"type": "object", "properties": {}}}
     tools = [{"type": "function", "function": tool}]
@@ -60,9 +76,15 @@ def look_at_agents(path: str, tokenizer: Tokenizer, report: Report) -> None:
         elif not tells_results(tokenizer, tools):
             lost = "leaves out what tools give (messages of the role tool)"
         else:
-            return
+            lost = ""
     except Exception as error:  # a template may raise anything
         lost = f"refuses tools, or what they give: {type(error).__name__}: {error}"
+    if not lost:
+        if why := other_form(form, str(tokenizer.plain.chat_template)):
+            report.notes.append(
+                f"gateway.tool_calls={form}: where agents have tools, the chat template of {path} {why}"
+            )
+        return
     report.notes.append(
         f"gateway: the chat template of {path} {lost}, so the policy does not learn of it where agents have tools; "
         "take a model whose template does, or give model.chat_template"

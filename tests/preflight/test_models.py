@@ -210,6 +210,10 @@ def test_an_environments_first_words_have_room_and_tell_of_its_tools(policy: Pat
     assert not found and "does not say <tool_call>, so the policy may call tools in another form" in report.notes[0]
     found, report = begun(path, "{% if tools %}<tool_call>{% endif %}" + PLAIN)
     assert not found and not report.notes
+    for says, remedy in (("<function=", "set it to xml"), ("<arg_key>", "gateway.tool_calls=vllm:glm45")):
+        found, report = begun(path, f"{{% if tools %}}<tool_call>{says}{{% endif %}}{PLAIN}")
+        assert not found and f"tool_calls=hermes: the chat template of {path} tells of {says}" in report.notes[0]
+        assert remedy in report.notes[0]
     long = [{"role": "user", "content": "a" * 80}]
     found, report = begun(path, TOLD, messages=long)
     assert not found and "rollout.environment: 1 of the first 1 prompts are too long" in report.notes[-1]
@@ -233,13 +237,14 @@ def test_an_environments_first_words_have_room_and_tell_of_its_tools(policy: Pat
         (TOLD.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}"), "leaves out what"),
         (TOLD.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' else raise_exception('no') }}"), "refuses"),
         (TOLD, ""),
+        ("{% if tools %}<function={% endif %}" + TOLD, "tells of <function=NAME> in <tool_call>"),
     ],
 )
 def test_agents_that_would_tell_of_tools_in_vain_are_told_of(
     policy: Path, tmp_path: Path, template: str, why: str
 ) -> None:
     path, report = shutil.copytree(policy, tmp_path / "chats"), Report()
-    begun(path, template)
+    begun(path, template.replace("{% if tools %}", "{% if tools %}<tool_call>"))
     config = {"model": {"type": "pretrained", "path": str(path)}, "prompts": {"train": {"type": "sort"}}}
     gateway._look_at_template(Config.model_validate(config), report)
     assert [f"the chat template of {path} {why}" in note for note in report.notes] == [True] * bool(why)
