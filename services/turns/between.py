@@ -59,7 +59,7 @@ def tells_tools_again(render: Render, tools: Tools) -> bool:
 def next_words(answer: Message) -> list[Message]:
     """What may stand behind an ``answer``: what its tools gave, or else a user's words."""
     calls = answer.get("tool_calls") or ()
-    results = [{"role": "tool", "content": "7", "tool_call_id": call.get("id")} for call in calls]
+    results: list[Message] = [{"role": "tool", "content": "7", "tool_call_id": call.get("id")} for call in calls]
     return results or [{"role": "user", "content": "?"}]
 
 

@@ -24,6 +24,7 @@ from penstock.services.modeling.load import load_tokenizer
 from penstock.services.modeling.pictures import PictureReader
 from penstock.services.turns import between
 from penstock.services.turns.calls_told import Message, takes_text_alone, with_arguments_as_text, with_names
+from penstock.services.turns.channels import Channels
 from penstock.services.turns.spelling import bytes_of
 from penstock.services.turns.tool_calls import THINK
 
@@ -302,7 +303,16 @@ class Tokenizer:
         return special_tokens(self._tokenizer)
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """The text of each row, special tokens left out."""
+        """The text of each row, special tokens left out; thoughts that these alone tell apart stand in ``<think>``."""
+        if self._channels:
+            return [self._channels.text(row) for row in rows]
+        return self._decoded(rows)
+
+    @cached_property
+    def _channels(self) -> Channels | None:
+        return Channels.of(self._special, lambda row: self._decoded([row])[0])
+
+    def _decoded(self, rows: Sequence[Sequence[int]]) -> list[str]:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is not None:  # one call into the tokenizer's own threads instead of one a row
             return backend.decode_batch([list(row) for row in rows], skip_special_tokens=True)
@@ -311,7 +321,7 @@ class Tokenizer:
     def spelled(self, row: Sequence[int]) -> list[tuple[str, bytes | None]]:
         """Each token's own text, and the UTF-8 bytes that it adds to the text of the row: none of a special one, of
         others maybe a part of a character. None where the tokenizer does not tell."""
-        marks, texts = self._tokenizer.convert_ids_to_tokens(list(row)), self.decode([[token] for token in row])
+        marks, texts = self._tokenizer.convert_ids_to_tokens(list(row)), self._decoded([[token] for token in row])
         found: list[tuple[str, bytes | None]] = []
         begun = False
         for token, mark, text in zip(row, marks, texts, strict=True):

@@ -6,7 +6,9 @@ import shutil
 import string
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -19,8 +21,11 @@ from penstock.pipeline.models.characters import ALPHABET
 from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.pipeline.preflight.model import _encode
 from penstock.pipeline.preflight.report import Report
+from penstock.services.gateway.replies import Replies
 from penstock.services.modeling.load import load_tokenizer
+from penstock.services.reward.functions.number import number
 from penstock.services.runtime.errors import SetupError
+from penstock.services.turns.answers import Answer
 from penstock.services.turns.tokenizer import Tokenizer
 from tests.rollout.test_stop_texts import SPECIAL, bytewise, letter, with_bytes_to_fall_back_on
 
@@ -179,3 +184,57 @@ def test_an_answer_that_ended_as_a_last_one_does_is_not_ended_twice(tmp_path: Pa
     last, other = (text.plain.convert_tokens_to_ids(mark) for mark in ("<|return|>", "a"))
     said = [text.plain.decode(text.observe("on", True, ended)) for ended in (last, other)]
     assert said == ["<|start|>user:on<|end|><|start|>assistant:", "<|end|><|start|>user:on<|end|><|start|>assistant:"]
+
+
+@pytest.fixture
+def harmony(tmp_path: Path) -> Tokenizer:
+    """With the special tokens of gpt-oss."""
+    tokenizer = make_tokenizer(set(string.printable))
+    marks = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.save_pretrained(tmp_path)
+    return Tokenizer(str(tmp_path))
+
+
+THOUGHT = "<|channel|>analysis<|message|>Option A? no."
+FINAL = "<|start|>assistant<|channel|>final<|message|>-5"
+ASKS = '<|start|>assistant<|channel|>commentary to=functions.add<|message|>{"a": 1}<|call|>'
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        (f"{THOUGHT}<|end|>{FINAL}<|return|>", "<think>Option A? no.</think>-5"),
+        (f"{THOUGHT}<|end|>{FINAL}", "<think>Option A? no.</think>-5"),
+        (THOUGHT, "<think>Option A? no."),
+        (FINAL.removeprefix("<|start|>assistant"), "-5"),
+        (f"{THOUGHT}<|end|>{ASKS}", '<think>Option A? no.</think>commentary to=functions.add{"a": 1}'),
+        ("<|start|>user<|message|>hi<|end|><|start|>assistant", "userhiassistant"),
+        ("-5<|return|>", "-5"),
+    ],
+)
+def test_thoughts_that_special_tokens_tell_apart_stay_apart_in_the_text(
+    harmony: Tokenizer, said: str, text: str
+) -> None:
+    row = harmony._tokenize(said)
+    assert harmony.decode([row]) == [text]
+    assert number(text, "-5") == float(text.endswith("-5"))
+    assert "".join(spelled for spelled, _ in harmony.spelled(row)) == said
+
+
+def test_so_do_those_of_channels_that_are_opened_and_closed(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(set(string.printable))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|channel>", "<channel|>", "<turn|>"]})
+    tokenizer.save_pretrained(tmp_path)
+    text = Tokenizer(str(tmp_path))
+    said = ["<|channel>thought\nhm\nno<channel|>-5<turn|>", "<|channel>thought\nhm", "-5<turn|>", ""]
+    found = text.decode([text._tokenize(each) for each in said])
+    assert found == ["<think>hm\nno</think>-5", "<think>hm", "-5", ""]
+
+
+def test_agents_are_told_thoughts_of_a_channel_apart(harmony: Tokenizer) -> None:
+    none = np.zeros(0, np.float32)
+    answer = Answer(np.array(harmony._tokenize(f"{THOUGHT}<|end|>{FINAL}<|return|>"), np.int32), none, none)
+    lease: Any = None
+    message, _ = Replies(harmony, "none", apart=True).message(lease, 0, 0, answer, "")
+    assert (message["reasoning_content"], message["content"]) == ("Option A? no.", "-5")
