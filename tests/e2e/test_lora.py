@@ -28,7 +28,9 @@ def test_a_killed_rank_costs_time_and_the_adapter_loads(tmp_path: Path) -> None:
     check_promises(summary)
     assert summary["steps"] == 12 and summary["restarts"] >= 1
     rows = [row for row in map(json.loads, (run.folder / "metrics.jsonl").open()) if "train_s" in row]
-    assert rows[0]["reference_kl"] == pytest.approx(0, abs=1e-4) and rows[-1]["reference_kl"] > 1e-4, "from what the policy was at first"
+    assert rows[0]["reference_kl"] == pytest.approx(0, abs=1e-4) and rows[-1]["reference_kl"] > 1e-4, (
+        "from what the policy was at first"
+    )
     assert not list((run.folder / "logs").glob("reference*"))
     received = [row["bytes_received"] for row in map(json.loads, (run.folder / "weights.jsonl").open())]
     assert 0 < max(received) < 0.2 * (run.folder / "model" / "model.safetensors").stat().st_size, "the adapter alone"
