@@ -62,7 +62,8 @@ def _reading_gib(shape: Shape, weights: float, tokens: int) -> float:
     wide = 3 * (shape.beside if shape.experts else shape.intermediate)
     wide += shape.chosen * (2 * shape.hidden + 3 * shape.intermediate) if shape.experts else 0
     inner = shape.served_bytes * tokens * (8 * shape.hidden + wide) / GIB
-    return (weights + shape.seen_bytes) / GIB + max(inner, 1.5 * LOGITS_GIB) + OVERHEAD_GIB
+    logits = 0.8 * LOGITS_GIB  # a chunk of 256 MiB, and what it is made of in the model's dtype
+    return (weights + shape.seen_bytes) / GIB + max(inner, logits) + OVERHEAD_GIB
 
 
 def shorter(config: Config) -> str:
