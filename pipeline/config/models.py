@@ -48,6 +48,8 @@ class PretrainedModel(Section):
     @classmethod
     def _is_the_same_for_all_lengths(cls, value: dict[str, Any]) -> dict[str, Any]:
         kind, factor = value.get("rope_type", "default"), value.get("factor")
+        if "type" in value or ("factor" in value and "rope_type" not in value):
+            raise ValueError("how positions are stretched is rope_type, e.g. {rope_type: yarn, factor: 4.0}")
         if kind not in ("default", "linear", "yarn", "llama3"):
             raise ValueError(f"rope_type={kind!r} is not the same for all lengths; take yarn, linear or llama3")
         if kind != "default" and not (isinstance(factor, int | float) and factor >= 1):

@@ -37,6 +37,8 @@ def _check_in_trainer(config: Any) -> None:
     if reference.path or reference.refresh_every:
         other = "path" if reference.path else "refresh_every"
         raise ValueError(f"{key}: that is the model that training starts from; leave out reference.{other}")
+    if config.rollout.sampling.routing_replay:
+        raise ValueError(f"{key}: rollout.sampling.routing_replay would send its tokens as the policy's; leave it out")
     if config.with_critic:
         raise ValueError(f"{key}: a critic learns beside the trainer, and does not wait for it; leave it out")
     before = {f"reward.functions.{index}.columns": each.columns for index, each in enumerate(config.reward.functions)}

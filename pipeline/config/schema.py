@@ -184,6 +184,11 @@ class Config(Section):
         return REFERENCE in columns_read(self) and not self.reference.in_trainer
 
     @property
+    def reference_in_trainer(self) -> bool:
+        """The trainer computes them itself."""
+        return REFERENCE in columns_read(self) and self.reference.in_trainer
+
+    @property
     def with_critic(self) -> bool:
         """Somebody reads the critic's values."""
         return VALUES in columns_read(self)

@@ -202,7 +202,7 @@ class World:
             rollouts = [member for member in rollouts if member.identity not in alone]
         newest = max((m.version for m in rollouts), default=-1)
         if self._next_group(newest):  # else nobody needs to be put in order
-            suspects = Suspects(rollouts, leases.holds.holders(), self._config.broker.max_attempts)
+            suspects = Suspects(rollouts, [leases.holds.holders()], self._config.broker.max_attempts)
             grant_groups(self._groups, rollouts, self._next_group, self._lease, suspects)
 
     def _lease(self, lease: Lease, member: Member) -> None:

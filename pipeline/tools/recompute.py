@@ -89,7 +89,7 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
         _check_columns(batch, config)
         torch.manual_seed(batch.seed)
         step = open_batch(batch, config.columns, mixture_of(model), vocabulary_of(model))
-        if config.reference.in_trainer:
+        if config.reference_in_trainer:
             step = with_reference(learner, step, temperature)
         metrics = learner.train(step)
         digest = source.digest()

@@ -89,7 +89,7 @@ class AgentDesk:
     def _grant_turns(self, rollouts: list[Member], now: float) -> None:
         """``rollouts``: those with room."""
         state = self._state
-        suspects = Suspects(rollouts, state.turns.holds.holders(), state.settings.broker.max_attempts)
+        suspects = Suspects(rollouts, [state.turns.holds.holders()], state.settings.broker.max_attempts)
         # Bounds within which nobody with room serves a version: thousands of turns may have the same.
         in_vain: set[tuple[int, int | None]] = set()
         for turn in state.turns.waiting():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from heapq import heapify, heappop, heappush
 
 from penstock.services.broker.membership import Member
@@ -59,10 +59,10 @@ class Suspects:
     the last time of ``most`` one alone. So what kills its holders is found among many, and takes nobody with it.
 
     Who is given some is no more in the list ``members``; nor is, once no other is idle, the one with the most room,
-    which gets nothing until it is. ``busy`` are those that hold something.
+    which gets nothing until it is. ``busy`` are those that hold something, as it is by now: live views.
     """
 
-    def __init__(self, members: list[Member], busy: Set[str], most: int) -> None:
+    def __init__(self, members: list[Member], busy: Sequence[Set[str]], most: int) -> None:
         self._members, self._busy, self._most = members, busy, most
         self._hand: Member | None = None
         self._left = self._given = 0
@@ -83,7 +83,7 @@ class Suspects:
                 self._left, self._given = left - 1, self._given + 1
                 return self._hand
         able = [member for member in self._members if member.room > 0 and _serves(member, version, exact)]
-        idle = next((member for member in able if member.identity not in self._busy), None)
+        idle = next((m for m in able if not any(m.identity in busy for busy in self._busy)), None)
         if idle:
             self._members.remove(idle)
             self._hand, self._left, self._given = idle, self._part(attempt, idle.room) - 1, 1

@@ -63,17 +63,19 @@ class Scheduler:
         books = state.groups.leases, state.evaluation.leases
         suspected = set().union(*(alone(book.holds, book.open) for book in books))
         rollouts = [r for r in rollouts if r.identity not in suspected]
-        busy = set().union(*(book.holds.holders() for book in books))
-        suspects = Suspects(rollouts, busy, state.settings.broker.max_attempts)
-        self.grant_evaluation(rollouts, now, suspects)
+        busy, most = [book.holds.holders() for book in books], state.settings.broker.max_attempts
+        self.grant_evaluation(rollouts, now, Suspects(rollouts, busy, most))
         if state.progress.phase == "training" and not self.evaluation_waits_for_room():
             grant_groups(
-                state.groups, rollouts, self.next_group, lambda lease, to: self.lease("train", lease, to, now), suspects
-            )
+                state.groups, rollouts, self.next_group, lambda lease, to: self.lease("train", lease, to, now),
+                Suspects(rollouts, busy, most),
+            )  # fmt: skip
 
     def evaluation_waits_for_room(self) -> bool:
-        """Evaluation prompts go first, but for those that wait until a version is served."""
-        return self._state.evaluation.leases.waiting() is not None and self.evaluation_served()
+        """Evaluation prompts go first, but for those that wait until a version is served, or for a rollout that holds
+        nothing."""
+        sound = not self._state.settings.agents
+        return self._state.evaluation.leases.waiting(sound) is not None and self.evaluation_served()
 
     def evaluation_served(self) -> bool:
         """There is a round, and a rollout that serves a version which may answer it."""
@@ -164,7 +166,7 @@ class Scheduler:
         replays = [replay_of(state, purpose) for purpose in purposes]
         suspected = set().union(*(replay.alone(scorer) for replay in replays))
         members = [member for member in members if member.identity not in suspected]
-        busy = set().union(*(replay.holds.holders() for replay in replays))
+        busy = [replay.holds.holders() for replay in replays]
         suspects = Suspects(members, busy, state.settings.broker.max_attempts)
         work: dict[str, list[m.WorkItem]] = {}
         for purpose, replay in zip(purposes, replays, strict=True):

@@ -21,7 +21,7 @@ class ModelFlops:
 
     def __init__(self, shape: Shape | None = None, frozen: bool = False, peak: float | None = None) -> None:
         self._shape, self._frozen, self._peak = shape, frozen, peak
-        self._dealt = self.total = 0.0
+        self._dealt = self._before = self.total = 0.0
 
     @classmethod
     def of(cls, config: Any, frozen: bool, world: World) -> ModelFlops:
@@ -32,8 +32,12 @@ class ModelFlops:
         return cls(shape if shape and shape.counted else None, frozen, _peak(world))
 
     def begin(self) -> None:
-        """A step."""
-        self.total = 0.0
+        """A step, of which `keep` may have some already."""
+        self.total, self._before = self._before, 0.0
+
+    def keep(self) -> None:
+        """What went since `begin` is of the step that begins next."""
+        self._before = self.total
 
     def deal(self, passes: Sequence[Pass]) -> None:
         """These are to be computed, by all ranks together."""

@@ -224,8 +224,9 @@ class SamplingConfig(Section):
     """Texts that end a trajectory, e.g. ``["</answer>"]``."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Tokens that end an answer, or a turn, beside those that the model and its chat template name, e.g. ``[151645]``:
-    such an answer is finished, its last token is learned like any other, and evaluations end there too. Checkpoints do
-    not name them in generation_config.json."""
+    such an answer is finished, its last token is learned like any other, and evaluations end there too. Engines alone
+    know them: checkpoints do not name them in generation_config.json, answers of rows (`given`) do not end by them, and
+    what reads calls out of an answer (`gateway.tool_calls`) is shown them."""
 
     @field_validator("stop")
     @classmethod

@@ -22,7 +22,7 @@ from penstock.services.runtime import device_turn, health
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.device_turn import Guest
 from penstock.services.runtime.errors import SetupError
-from penstock.services.runtime.plugins import UserCodeError, load_plugin
+from penstock.services.runtime.plugins import load_plugin
 from penstock.services.runtime.scorer import Answer, Key, ScorerActor, ScoringTask
 from penstock.services.runtime.settings import Section
 
@@ -33,6 +33,11 @@ AT_ONCE_S = 0.05
 FAILED_IN_A_ROW = 8
 """So many different groups that a process cannot score, with none between that it can, are its own fault, most
 probably."""
+
+
+class BrokenScorerError(RuntimeError):
+    """A process fails on whatever it is given: another one may do better, so that it is no reason to end the run."""
+
 
 BUILT_IN = {
     "reward_model": "penstock.services.modeling.reward_model:RewardModel",
@@ -177,7 +182,7 @@ class CustomScorer:
                 self._failed.add(task.key)
                 if len(self._failed) >= FAILED_IN_A_ROW:
                     many = f"{self._key}: {len(self._failed)} groups in a row cannot be scored, the last for {reason}"
-                    answer(task, task.wanted[0], ends=UserCodeError(many))
+                    answer(task, task.wanted[0], ends=BrokenScorerError(many))
                     return tasks[place + 1 :]
                 for column in task.wanted:
                     answer(task, column, unusable=reason)

@@ -64,5 +64,7 @@ def apply(path: str, config: Any) -> None:
 def _changed(count: int | None, rope: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"max_position_embeddings": _said.count or count}
     if _said.rope:
-        found["rope_parameters"] = {**rope, **_said.rope}
+        # It is stretched from what was learned, and not from what it is to reach.
+        learned = {"original_max_position_embeddings": count} if "factor" in _said.rope and count else {}
+        found["rope_parameters"] = learned | rope | _said.rope
     return found

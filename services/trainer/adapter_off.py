@@ -12,6 +12,8 @@ from penstock.services.trainer.learner import Learner
 def with_reference(learner: Learner, step: TrainingBatch, temperature: float) -> TrainingBatch:
     """``step`` with the column `reference`, the log-probabilities of its tokens under the model that the adapter adds
     to: a forward pass over the step more. All ranks together."""
+    learner.flops.begin()
     with without_adapter(learner.model):
         found = learner.evaluate(step, lambda rows: forward(learner.model, rows, temperature))
+    learner.flops.keep()
     return step.with_tokens(REFERENCE, found)

@@ -309,7 +309,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Trainer | WorkerRank:
         dtype=config.model.dtype,
         head_dtype=config.model.head_dtype,
         critic_warmup=config.critic_warmup,
-        reference_here=config.reference.in_trainer,
+        reference_here=config.reference_in_trainer,
         reference_every=config.reference.refresh_every,
         mixtures=context.folder / MIXTURES if config.reference.mix < 1 else None,
         temperature=config.rollout.sampling.temperature,

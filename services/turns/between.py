@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.services.modeling.answer_end import MARK
 from penstock.services.turns.calls_told import Message, marked_calls
+
+MOST_KEPT = 256
+"""Lists of tools of which it is known."""
 
 Tools = Sequence[Mapping[str, Any]]
 Render = Callable[[Sequence[Message], "Tools | None"], str]
@@ -49,11 +53,23 @@ def lost_call(render: Render, answer: Message, tools: Tools | None) -> str:
     return next((call["function"]["name"] for mark, call in zip(marks, marked, strict=True) if mark not in told), "")
 
 
-def tells_tools_again(render: Render, tools: Tools) -> bool:
-    """The template tells of ``tools`` before a user's newest words, as Mistral's do: they were told before."""
-    behind = behind_answer(render, [{"role": "user", "content": "?"}], tools) or ""
-    names = [str((tool.get("function") or {}).get("name") or "") for tool in tools]
-    return any(name and name in behind for name in names)
+class ToldAgain:
+    """Whether the template tells of tools before a user's newest words, as Mistral's do: they were told before. What it
+    found is kept: agents name the same tools with each turn."""
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+        self._known: dict[str, bool] = {}
+
+    def __call__(self, tools: Tools) -> bool:
+        key = json.dumps(tools, sort_keys=True, default=str)
+        if key not in self._known:
+            if len(self._known) >= MOST_KEPT:
+                self._known.clear()
+            behind = behind_answer(self._render, [{"role": "user", "content": "?"}], tools) or ""
+            names = [str((tool.get("function") or {}).get("name") or "") for tool in tools]
+            self._known[key] = any(name and name in behind for name in names)
+        return self._known[key]
 
 
 def next_words(answer: Message) -> list[Message]:

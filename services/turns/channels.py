@@ -39,7 +39,8 @@ class Channels:
                 found.append(self._decode(part))
                 continue
             channel, message = marks.index(CHANNEL), marks.index(MESSAGE)
-            name = self._decode(part[channel + 1 : message]).split()
+            named = next(place for place in range(channel + 1, message + 1) if marks[place])  # a format may follow
+            name = self._decode(part[channel + 1 : named]).split()
             body = self._decode(part[message + 1 :])
             if name[:1] == [THOUGHT]:
                 found.append(f"{THINK}{body}{UNTHINK if marks[-1] in ENDS else ''}")

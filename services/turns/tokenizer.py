@@ -278,7 +278,7 @@ class Tokenizer:
     ) -> str:
         """What the template puts behind an ``answer`` that may have ended by ``end``. Raises `TextError`."""
         results = any(message.get("role") == "tool" for message in messages)
-        if tools and not results and between.tells_tools_again(self._asking, tools):
+        if tools and not results and self._tells_again(tools):
             tools = None
         if calls := (answer or {}).get("tool_calls"):
             ends = [[end], self._special.values()]
@@ -291,6 +291,10 @@ class Tokenizer:
     def lost_call(self, answer: Message, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """See `between.lost_call`."""
         return between.lost_call(self._asking, answer, tools)
+
+    @cached_property
+    def _tells_again(self) -> between.ToldAgain:
+        return between.ToldAgain(self._asking)
 
     def _asking(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
         """A chat up to where the next answer begins."""

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from penstock.protocols.columns import Column
+from penstock.services.broker.config import BrokerConfig
 from penstock.services.broker.granting import Room, Suspects, alone, grant_groups
 from penstock.services.broker.membership import Member
 from penstock.services.broker.rules.gate import Gate
 from penstock.services.broker.rules.groups import GroupTracker
+from penstock.services.broker.rules.holds import SUSPECT_AFTER
 from penstock.services.broker.rules.journal import Volatile
-from penstock.services.broker.rules.leases import Lease
+from penstock.services.broker.rules.leases import Lease, Leases
 from penstock.services.broker.rules.replay_buffer import attempts_of
+from penstock.services.broker.scheduler import Scheduler
 
 MOST = 5
 
@@ -54,10 +59,12 @@ def test_of_many_groups_the_one_that_kills_its_rollouts_is_dropped(poison: int) 
             groups.leases.grant(lease, to.identity, 1e9)
             to.given += 1
 
-        suspects = Suspects(rollouts[:], groups.leases.holds.holders(), MOST)
-        grant_groups(groups, rollouts[:], granting(groups), give, suspects)
+        able = rollouts[:]
+        grant_groups(groups, able, granting(groups), give, Suspects(able, [groups.leases.holds.holders()], MOST))
         for rollout in rollouts:
             held = sorted(groups.leases.holds.of(rollout.identity))
+            suspected = [groups.leases.open[number].attempt > SUSPECT_AFTER for number in held]
+            assert all(suspected) or not any(suspected), "a suspect has none beside it that is none"
             if poison in held:
                 deaths += 1
                 groups.leases.holds.release(rollout.identity)
@@ -82,7 +89,7 @@ def test_of_many_groups_the_one_that_kills_its_scorer_is_dropped(poison: int) ->
         scorer = member(f"surprise-0#{turns}", 64)
         assert not groups.replay.alone("surprise")
         members = [scorer]
-        suspects = Suspects(members, groups.replay.holds.holders(), MOST)
+        suspects = Suspects(members, [groups.replay.holds.holders()], MOST)
         for entry, columns in groups.replay.suspects("surprise"):
             if attempts_of(entry, columns) >= MOST:
                 groups.drop(entry.number, "offered too often", "unanswered")
@@ -130,6 +137,83 @@ def test_thousands_of_suspects_are_looked_at_once() -> None:
     for _ in range(20):
         suspected = alone(groups.leases.holds, groups.leases.open)
         here = [rollout for rollout in rollouts if rollout.identity not in suspected]
-        grant_groups(groups, here, granting(groups), give, Suspects(here, groups.leases.holds.holders(), MOST))
+        grant_groups(groups, here, granting(groups), give, Suspects(here, [groups.leases.holds.holders()], MOST))
     assert len(given) == 40 * 12, "each has an eighth of what it has room for"
     assert time.process_time() - started < 2
+
+
+class Broker:
+    """The broker's own scheduler over the rules alone; what it leases is in ``given``, by who has it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, credits: Sequence[int]) -> None:
+        self.groups, self.evaluation = tracker([]), Leases(Volatile())
+        self.rollouts = [member(f"rollout-{i}#1", credit) for i, credit in enumerate(credits)]
+        self.given: dict[str, list[tuple[str, int]]] = {rollout.identity: [] for rollout in self.rollouts}
+        state: Any = SimpleNamespace(
+            members=SimpleNamespace(of_kind=lambda kind: list(self.rollouts)), serves_current=lambda rollout: True,
+            groups=self.groups, progress=SimpleNamespace(phase="training"),
+            evaluation=SimpleNamespace(leases=self.evaluation, round=SimpleNamespace(least=0, exact=None)),
+            settings=SimpleNamespace(agents=False, broker=BrokerConfig(max_attempts=MOST)),
+        )  # fmt: skip
+        monkeypatch.setattr(Scheduler, "lease", self._lease)
+        self.scheduler = Scheduler(state)
+
+    def _lease(self, purpose: str, lease: Lease, rollout: Member, now: float) -> None:
+        book = self.groups.leases if purpose == "train" else self.evaluation
+        book.grant(lease, rollout.identity, 1e9)
+        rollout.given += 1
+        self.given[rollout.identity].append((purpose, lease.number))
+
+    def ended(self, rollout: Member) -> None:
+        """It has answered all that it had."""
+        for purpose, number in self.given[rollout.identity]:
+            (self.groups.leases if purpose == "train" else self.evaluation).close(number)
+            rollout.given -= 1
+        self.given[rollout.identity].clear()
+
+
+def suspected(book: Leases) -> int:
+    """A new one of ``book`` that was given twice in vain."""
+    lease = book.new()
+    for _ in range(2):
+        book.grant(lease, "gone#1", 1e9)
+        book.holds.free(lease.number)
+    return lease.number
+
+
+def test_who_is_given_sound_work_in_the_same_turn_is_idle_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = Broker(monkeypatch, [32])
+    number = suspected(broker.groups.leases)
+    for _ in range(10):
+        broker.evaluation.new()
+    (rollout,) = broker.rollouts
+    broker.scheduler.grant(0.0)
+    assert broker.given[rollout.identity] == [("eval", n) for n in range(10)], "and nothing more until it is idle"
+    broker.ended(rollout)
+    broker.scheduler.grant(0.0)
+    assert broker.given[rollout.identity] == [("train", number)]
+
+
+def test_while_a_suspect_of_an_evaluation_waits_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = Broker(monkeypatch, [16, 12, 8])
+    broker.scheduler.grant(0.0)
+    number = suspected(broker.evaluation)
+    for rollout in broker.rollouts:
+        rollout.credit += 4
+    before = {name: len(given) for name, given in broker.given.items()}
+    broker.scheduler.grant(0.0)
+    after = {name: len(given) for name, given in broker.given.items()}
+    waits = max(broker.rollouts, key=lambda rollout: rollout.room)
+    assert after == {name: size + 4 * (name != waits.identity) for name, size in before.items()}
+    broker.ended(waits)
+    broker.scheduler.grant(0.0)
+    assert broker.given[waits.identity] == [("eval", number)]
+
+
+def test_a_suspect_that_nobody_may_answer_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = Broker(monkeypatch, [8])
+    suspected(broker.evaluation)
+    broker.scheduler._state.evaluation.round.least = 7  # a version that nobody serves yet
+    number = suspected(broker.groups.leases)
+    broker.scheduler.grant(0.0)
+    assert broker.given["rollout-0#1"] == [("train", number)]

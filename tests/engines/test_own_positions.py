@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig, Qwen3Config
 
-from penstock.pipeline.config import PretrainedModel, load
+from penstock.pipeline.config import ConfigError, PretrainedModel, load
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.services.modeling.lengths import positions_of
 from penstock.services.modeling.load import ModelError, empty_model, load_config, load_model
@@ -85,10 +85,22 @@ def test_a_model_of_another_kind_is_told_so(tmp_path: Path) -> None:
         load_config(str(tmp_path))
 
 
+def test_positions_are_stretched_from_those_that_were_learned(tmp_path: Path) -> None:
+    make_models(tmp_path, Qwen3Config)
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    load(a_config(tmp_path, max_position_embeddings=512, rope_parameters=yarn))
+    found = load_config(str(tmp_path))
+    assert found.rope_parameters["original_max_position_embeddings"] == 128 and positions_of(found) == 512
+    with pytest.raises(ConfigError, match="model.rope_parameters: not with trainer.lora"):
+        load(a_config(tmp_path, rope_parameters=yarn), ["trainer.lora={rank: 4}"])
+
+
 def test_what_cannot_be_is_refused() -> None:
     for given, said in (
         ({"rope_type": "dynamic", "factor": 2.0}, "rope_type='dynamic' is not the same for all lengths"),
         ({"rope_type": "yarn"}, "factor=None: yarn wants how far"),
+        ({"type": "yarn", "factor": 2.0}, "how positions are stretched is rope_type"),
+        ({"factor": 2.0}, "how positions are stretched is rope_type"),
     ):
         with pytest.raises(ValidationError, match=said):
             PretrainedModel(path="x", rope_parameters=given)

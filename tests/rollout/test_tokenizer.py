@@ -190,7 +190,7 @@ def test_an_answer_that_ended_as_a_last_one_does_is_not_ended_twice(tmp_path: Pa
 def harmony(tmp_path: Path) -> Tokenizer:
     """With the special tokens of gpt-oss."""
     tokenizer = make_tokenizer(set(string.printable))
-    marks = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
+    marks = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
     tokenizer.save_pretrained(tmp_path)
     return Tokenizer(str(tmp_path))
@@ -209,6 +209,7 @@ ASKS = '<|start|>assistant<|channel|>commentary to=functions.add<|message|>{"a":
         (THOUGHT, "<think>Option A? no."),
         (FINAL.removeprefix("<|start|>assistant"), "-5"),
         (f"{THOUGHT}<|end|>{ASKS}", '<think>Option A? no.</think>commentary to=functions.add{"a": 1}'),
+        ('<|start|>assistant<|channel|>final<|constrain|>json<|message|>{"a": 1}<|return|>', '{"a": 1}'),
         ("<|start|>user<|message|>hi<|end|><|start|>assistant", "userhiassistant"),
         ("-5<|return|>", "-5"),
     ],

@@ -15,6 +15,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.pipeline.harness.answering import AnsweringBroker
+from penstock.pipeline.run.crashes import is_own
 from penstock.protocols import messages as m
 from penstock.protocols.columns import REFERENCE
 from penstock.protocols.experience import Group, summarize
@@ -26,8 +27,7 @@ from penstock.services.reward.config import RewardConfig
 from penstock.services.reward.service import Reward
 from penstock.services.runtime import checkpoint_folders
 from penstock.services.runtime.actor import ActorContext
-from penstock.services.runtime.custom_scorer import CustomScorer, ScorerConfig
-from penstock.services.runtime.plugins import UserCodeError
+from penstock.services.runtime.custom_scorer import BrokenScorerError, CustomScorer, ScorerConfig
 from penstock.services.runtime.scorer import Scorer, ScorerActor, ScoringTask
 from penstock.services.user_processes.pool import WorkerPool
 from penstock.services.user_processes.worker import ProgramError
@@ -305,7 +305,8 @@ class Broken:
 
 def test_a_scorer_that_fails_on_one_group_after_the_other_ends_its_process(tmp_path: Path) -> None:
     with Broker(_groups(40), "x", last=40) as broker:
-        with pytest.raises(UserCodeError, match="scorers.x: 8 groups in a row cannot be scored, .*device lost at 10"):
+        with pytest.raises(BrokenScorerError, match="8 groups in a row cannot be scored, .*device lost at 10"):
             _scorer(broker, _custom("Broken"), tmp_path).run()
         said = [score for message in broker.scores for score in message.scores]
     assert sum(bool(score.unusable) for score in said) < 8
+    assert not is_own(BrokenScorerError("twice is not the end: whom it asks may be away"))

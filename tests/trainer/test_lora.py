@@ -340,11 +340,16 @@ def test_with_its_adapter_switched_off_the_policy_is_the_reference(start: Path, 
 
     reference, learning = of(plain), {name for name, p in made.model.named_parameters() if p.requires_grad}
     made.train(step)
-    found = with_reference(made, step, 0.7).token_values["reference"]
+    passed = with_reference(made, step, 0.7)
+    found, alone = passed.token_values["reference"], made.flops.total
     for mine, wanted, now in zip(found, reference, of(made), strict=True):
         np.testing.assert_allclose(mine, wanted, atol=1e-5)
         assert np.abs(now - wanted).max() > 1e-3
     assert learning == {name for name, p in made.model.named_parameters() if p.requires_grad}
+    made.train(passed)
+    with_pass = made.flops.total
+    made.train(step)
+    assert with_pass == pytest.approx(made.flops.total + alone) and alone > 0, "the pass is the step's"
 
 
 def test_what_a_reference_in_the_trainer_cannot_be_is_refused() -> None:
@@ -354,6 +359,7 @@ def test_what_a_reference_in_the_trainer_cannot_be_is_refused() -> None:
     for more, said in (
         ([], "only an adapter can be switched off"),
         ([lora, "reference.path=x"], "leave out reference.path"),
+        ([lora, "model.experts=4", "rollout.sampling.routing_replay=true"], "would send its tokens as the policy's"),
         ([lora, "trainer.algorithm.advantage={type: gae}"], "a critic learns beside the trainer"),
         ([lora, "replay.filter={type: column, column: reference}"], "replay.filter.column: with reference.in_trainer"),
     ):

@@ -146,7 +146,8 @@ class Replay:
         """``by``, which works on it, says that nobody can write ``column`` for it. True where that is so: it was said
         before, or there are no more of ``most`` attempts; else it is offered once more, since it may be that process
         that cannot. False of a repeated answer, too."""
-        if self.holds.holder((entry.number, column)) != by:
+        holder = self.holds.holder((entry.number, column))
+        if holder not in (by, None) or (holder is None and entry.refused.get(column) == by):
             return False
         if column in entry.refused or entry.attempts.get(column, 0) >= most:
             return True
