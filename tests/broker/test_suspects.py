@@ -217,3 +217,15 @@ def test_a_suspect_that_nobody_may_answer_holds_up_no_other(monkeypatch: pytest.
     number = suspected(broker.groups.leases)
     broker.scheduler.grant(0.0)
     assert broker.given["rollout-0#1"] == [("train", number)]
+
+
+def test_what_is_a_suspect_no_more_waits_all_the_same() -> None:
+    """An answer to an agent's turn comes when its gateway has died, say."""
+    leases = Leases(Volatile())
+    for way in (leases.gets_on, leases.give_back):
+        number = suspected(leases)
+        assert leases.waiting(sound=True) is None
+        way(number)
+        found = leases.waiting(sound=True)
+        assert found and found.number == number and found.attempt == 1
+        leases.close(number)

@@ -71,14 +71,18 @@ class Leases:
 
     def waiting(self, sound: bool = False) -> Lease | None:
         """The lowest-numbered group that nobody generates; ``sound``: of those that are no suspects."""
-        numbers = [self._first(self._sound), None if sound else self._first(self._suspects)]
+        numbers = [self._first(self._sound, False), None if sound else self._first(self._suspects, True)]
         number = min((number for number in numbers if number is not None), default=None)
         return None if number is None else self.open[number]
 
-    def _first(self, heap: list[int]) -> int | None:
-        while heap and (heap[0] not in self.open or heap[0] in self.holds.held):
+    def _first(self, heap: list[int], suspect: bool) -> int | None:
+        """Numbers in a heap may be closed by now, or held, or in the other one."""
+        while heap:
+            lease = self.open.get(heap[0])
+            if lease and heap[0] not in self.holds.held and (lease.attempt >= SUSPECT_AFTER) == suspect:
+                return heap[0]
             heappop(heap)
-        return heap[0] if heap else None
+        return None
 
     def grant(self, lease: Lease, holder: str, deadline: float) -> None:
         """``holder`` generates the group until ``deadline``."""
@@ -90,14 +94,20 @@ class Leases:
     def give_back(self, number: int) -> None:
         """Its holder has not begun, or does not go on: it waits, and the grant does not count."""
         self.open[number].attempt -= self.open[number].counts
-        self.holds.free(number)
+        if number in self.holds.held:
+            self.holds.free(number)
+        else:
+            self._wait(number)
 
     def gets_on(self, number: int) -> None:
         """Something durable has come of it: that its holders die is not its doing, so attempts are counted anew."""
         lease = self.open.get(number)
         if lease and lease.attempt > 1:
             lease.attempt = 1
-            self._write(lease)
+            if number in self.holds.held:
+                self._write(lease)
+            else:
+                self._wait(number)  # it waits as no suspect
 
     def holder(self, number: int) -> str | None:
         """Who generates the group."""
