@@ -273,7 +273,7 @@ def test_broker_store_and_clients_killed_in_the_middle_of_turns(tmp_path: Path) 
     for client in clients:
         assert client.wait(60) == 0
     check_promises(summary)
-    assert summary["steps"] == 60 and summary["lag_max_seen"] <= 2
+    assert summary["steps"] == 60 and summary["lag_max_seen"] <= 3
     check_tokens(run, agents.heard, all_heard=False)
     check_rewards(run, agents.heard)
 
