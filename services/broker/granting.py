@@ -110,11 +110,12 @@ def grant_groups(
     ``lease`` gives it. ``suspects``: of the same rollouts."""
     room = Room(rollouts)
     newest = max((r.version for r in rollouts), default=-1)
-    while (room or (suspects.open and _is_suspect(groups.leases.waiting(suspects.waits)))) and (
+    # Without room a new group is not begun, but who has suspects may be given another that waits.
+    while (room or (suspects.open and (waits := groups.leases.waiting(suspects.waits)) and waits.suspect)) and (
         due := next_group(newest, suspects.waits)
     ):
         required = groups.gate.required_version(due.number)
-        if _is_suspect(due):
+        if due.suspect:
             if chosen := suspects.take(due.attempt, required):
                 lease(due, chosen)
             room = Room(rollouts)
@@ -128,7 +129,3 @@ def grant_groups(
 
 def _serves(member: Member, version: int, exact: bool) -> bool:
     return member.version == version if exact else member.version >= version
-
-
-def _is_suspect(lease: Lease | None) -> bool:
-    return lease is not None and lease.attempt >= SUSPECT_AFTER

@@ -17,7 +17,6 @@ from penstock.services.broker.followers import step_to_go_on_with
 from penstock.services.broker.granting import Room, Suspects, alone, grant_groups
 from penstock.services.broker.membership import Member
 from penstock.services.broker.payloads import PayloadLostError
-from penstock.services.broker.rules.holds import SUSPECT_AFTER
 from penstock.services.broker.rules.leases import Lease
 from penstock.services.broker.rules.ledger import LedgerError
 from penstock.services.broker.rules.replay_buffer import Entry, attempts_of
@@ -94,7 +93,7 @@ class Scheduler:
                 state.drop_evaluation(lease.number, f"leased {lease.attempt} times without an answer")
                 continue
             round = state.evaluation.round
-            if suspects and lease.attempt >= SUSPECT_AFTER:
+            if suspects and lease.suspect:
                 if chosen := suspects.take(lease.attempt, round.least, round.exact is not None):
                     self.lease("eval", lease, chosen, now)
                 room = Room(members)

@@ -32,6 +32,11 @@ class Lease:
     counts: bool = True
     """The last grant does."""
 
+    @property
+    def suspect(self) -> bool:
+        """It may be what kills its holders."""
+        return self.attempt >= SUSPECT_AFTER
+
 
 class Leases:
     """The unfinished groups, by number."""
@@ -51,8 +56,8 @@ class Leases:
                 self.holds.take(row["number"], row["holder"], 0.0)
         # Numbers of the groups that nobody generates, and some that somebody does by now, or that are closed.
         free = [lease for lease in self.open.values() if lease.number not in self.holds.held]
-        self._sound = [lease.number for lease in free if lease.attempt < SUSPECT_AFTER]
-        self._suspects = [lease.number for lease in free if lease.attempt >= SUSPECT_AFTER]
+        self._sound = [lease.number for lease in free if not lease.suspect]
+        self._suspects = [lease.number for lease in free if lease.suspect]
         heapify(self._sound)
         heapify(self._suspects)
         counters = journal.rows("counters").get(self.TABLE)
@@ -79,7 +84,7 @@ class Leases:
         """Numbers in a heap may be closed by now, or held, or in the other one."""
         while heap:
             lease = self.open.get(heap[0])
-            if lease and heap[0] not in self.holds.held and (lease.attempt >= SUSPECT_AFTER) == suspect:
+            if lease and heap[0] not in self.holds.held and lease.suspect == suspect:
                 return heap[0]
             heappop(heap)
         return None
@@ -140,7 +145,7 @@ class Leases:
         return lease
 
     def _wait(self, number: int) -> None:
-        heappush(self._suspects if self.open[number].attempt >= SUSPECT_AFTER else self._sound, number)
+        heappush(self._suspects if self.open[number].suspect else self._sound, number)
         self._write(self.open[number])
 
     def _write_counters(self) -> None:
