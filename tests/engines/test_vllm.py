@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import Qwen3MoeConfig
 
 from penstock.services.modeling.head import compute_head_in
@@ -119,12 +120,15 @@ def test_a_dead_or_silent_engine_core_is_noticed_and_named(
     assert not psutil.pid_exists(process.pid) or process.status() == psutil.STATUS_ZOMBIE
 
 
-def test_what_drafts_tokens_is_read_from_its_files() -> None:
-    """And is not random, as what comes by the weight channel is at first."""
+def test_what_drafts_tokens_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not random, as what comes by the weight channel is at first; the model's files are in the hub's cache."""
+    revision = "ab" * 20  # of a whole one that is in the cache the hub is not asked
+    make_models(tmp_path / "models--me--model" / "snapshots" / revision)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     for drafts, read in (({"model": "small"}, "auto"), ({"method": "mtp"}, "auto"), ({"method": "ngram"}, None)):
         config = VllmEngineConfig(vllm={"speculative_config": {"num_speculative_tokens": 2, **drafts}})
-        found = engine_arguments(config, "me/model@abc1234", "float32", True, 1, 100, 0)
-        assert (found.model, found.revision) == ("me/model", "abc1234")
+        found = engine_arguments(config, f"me/model@{revision}", "float32", True, 1, 100, 0)
+        assert (found.model, found.revision) == ("me/model", revision)
         assert found.speculative_config.get("draft_load_config", {}).get("load_format") == read, drafts
         assert found.load_format == ("auto" if "method" not in drafts else "dummy"), "as GPUs load a draft model"
 
