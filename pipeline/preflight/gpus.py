@@ -92,7 +92,8 @@ def _idle(config: Config) -> Iterator[str]:
             "(run.placement=colocated), and the others generate nothing while it waits for answers; set "
             f"rollout.count={most}"
         )
-    if config.with_reference and config.reference.device != "cpu" and config.reference.count == 1 and each < ranks:
+    alone = config.reference.count == config.reference.gpus == 1
+    if config.with_reference and config.reference.device != "cpu" and alone and each < ranks:
         yield (
             f"reference.count=1: one GPU of the trainer's {ranks} has the reference (run.placement=colocated), and "
             "its engine stands still while that reads every answer; a reference for each, reference.count="

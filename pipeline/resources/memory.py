@@ -9,7 +9,15 @@ from pydantic import ValidationError
 from penstock.pipeline.config import Config, ConfigError, TinyModel
 from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.model_shape import critic_shape, shape_of, tiny_shape
-from penstock.pipeline.resources.readers import readers_each, reference_gib, scorer_gib, shorter, uncounted
+from penstock.pipeline.resources.readers import (
+    enough_gpus,
+    on_each,
+    readers_each,
+    reference_gib,
+    scorer_gib,
+    shorter,
+    uncounted,
+)
 from penstock.pipeline.resources.trainer_memory import (
     OVERHEAD_GIB,
     Staged,
@@ -63,12 +71,12 @@ def plan(config: Config) -> Plan:
     _plan_trainer(config, shape, found)
     room = config.run.gpu_gib
     if config.with_reference and (need := reference_gib(config)):
-        found.lines.append(f"reference: {config.reference.count} x {need:.1f} GiB")
+        found.lines.append(f"reference: {config.reference.count} x {need:.1f} GiB{on_each(config.reference.gpus)}")
     if config.with_critic and (need := critic_gib(config, room)):
         found.lines.append(f"critic: {config.critic.ranks} ranks, about {need:.1f} GiB each")
     for kind, scorer in config.scorers.items():
         if need := scorer_gib(config, kind):
-            found.lines.append(f"{kind}: {scorer.count} x {need:.1f} GiB")
+            found.lines.append(f"{kind}: {scorer.count} x {need:.1f} GiB{on_each(scorer.gpus)}")
     if left_out := uncounted(config):
         found.lines.append(left_out)
     found.problems += too_large(config, room)
@@ -79,20 +87,24 @@ def plan(config: Config) -> Plan:
 
 
 def too_large(config: Config, room: float | None) -> list[str]:
-    """Why reference, critic and scorers, which no layout makes smaller, do not fit GPUs of ``room`` GiB."""
+    """Why reference, critic and scorers, which no layout makes smaller, do not fit GPUs of ``room`` GiB, and over how
+    many they would."""
     problems: list[str] = []
     if not room:
         return problems
     if config.with_reference and (need := reference_gib(config) or 0.0) > room:
+        more = enough_gpus(config, "reference", room)
         problems.append(
-            f"trainer.algorithm.kl.coefficient: the reference's {need:.1f} GiB do not fit a GPU of {room:.3g} GiB, and "
-            f"it is not cut; set it to 0, or take a smaller model (reference.path){shorter(config)}"
+            f"trainer.algorithm.kl.coefficient: the reference's {need:.1f} GiB{on_each(config.reference.gpus)} do not "
+            f"fit a GPU of {room:.3g} GiB; set {f'reference.gpus={more}, or ' if more else ''}the coefficient to 0, "
+            f"or take a smaller model (reference.path){shorter(config)}"
         )
-    for kind in config.scorers:
+    for kind, scorer in config.scorers.items():
         if (need := scorer_gib(config, kind) or 0.0) > room:
+            more = enough_gpus(config, kind, room)
             problems.append(
-                f"scorers.{kind}.options.path: its {need:.1f} GiB do not fit a GPU of {room:.3g} GiB, and it is not "
-                "cut; take a smaller model"
+                f"scorers.{kind}.options.path: its {need:.1f} GiB{on_each(scorer.gpus)} do not fit a GPU of "
+                f"{room:.3g} GiB; {f'set scorers.{kind}.gpus={more}, or ' if more else ''}take a smaller model"
             )
     if config.with_critic and (need := critic_gib(config, room) or 0.0) > room:
         spared = _spared_by("critic", config.critic, critic_shape(config))

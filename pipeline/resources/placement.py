@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
+from itertools import islice
 
 from penstock.pipeline.config import Config, ConfigError
 from penstock.services.critic.config import shares_devices
@@ -90,9 +92,16 @@ def seated(config: Config, gpus: list[str], wanting: Mapping[str, int]) -> dict[
             f"{config.trainer.ranks} has {len(gpus)} here, which are theirs too; use fewer rollouts (rollout.count) or "
             "smaller ones (rollout.engine.vllm.tensor_parallel_size)"
         )
-    others = [name for name in wanting if name not in engines]
-    own = {name: gpus[-1 - index % len(gpus)] for index, name in enumerate(others)}
-    return _in_order(gpus, engines) | own
+    others = {name: count for name, count in wanting.items() if name not in engines}
+    if others and (widest := max(others, key=lambda name: others[name])) and others[widest] > len(gpus):
+        kind = widest.partition("-")[0]
+        raise ConfigError(
+            f"run.placement=colocated: {widest} wants {others[widest]} GPUs, and trainer.ranks={config.trainer.ranks} "
+            f"has {len(gpus)} here, which are its too; use fewer "
+            f"({kind if kind == 'reference' else f'scorers.{kind}'}.gpus)"
+        )
+    seats = itertools.cycle(reversed(gpus))
+    return _in_order(gpus, engines) | {name: ",".join(islice(seats, count)) for name, count in others.items()}
 
 
 def joining_guests(config: Config) -> dict[str, int]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.trainer_memory import FOUR_BIT_BYTES, LOGITS_GIB, OVERHEAD_GIB, coded_matrices
 from penstock.protocols.versions import DTYPE_BYTES
 from penstock.services.modeling.decoder_shape import Shape
+from penstock.services.runtime.gpu_kinds import MACHINE
 from penstock.services.runtime.gpus import GIB
 
 BATCH, LONGEST = 8192, 8192
@@ -21,27 +23,33 @@ def readers_each(config: Config, ranks: int) -> tuple[int, float]:
     """References and scorers beside an engine on one GPU of a trainer of so many ``ranks`` (`run.placement`:
     colocated): how many at most, and GiB of theirs at most, as `placement.seated` deals them. What is of no known size
     counts as nothing."""
-    sizes = [reference_gib(config) or 0.0] * (config.reference.count if config.with_reference else 0)
+    sizes = [reference_gib(config) or 0.0] * references_seats(config)
     for kind, scorer in config.scorers.items():
-        sizes += [scorer_gib(config, kind) or 0.0] * (0 if scorer.own_gpus else scorer.count)
+        sizes += [scorer_gib(config, kind) or 0.0] * (0 if scorer.own_gpus else scorer.count * scorer.gpus)
     dealt = [sizes[place::ranks] for place in range(ranks)]
     return max(map(len, dealt)), max(map(sum, dealt))
 
 
+def references_seats(config: Config) -> int:
+    """GPUs of all references, each counted as often as it has one."""
+    return config.reference.count * config.reference.gpus if config.with_reference else 0
+
+
 def reference_gib(config: Config) -> float | None:
-    """GiB of a reference at its peak: weights, a layer's activations, a chunk of logits; None where the sizes of its
-    model are not known here."""
+    """GiB of a reference at its peak, on each of its GPUs: weights, a layer's activations, a chunk of logits; None
+    where the sizes of its model are not known here."""
     shape = shape_of(config, config.reference.path)
     if shape is None:
         return None
     coded = shape.layers * sum(matrix.numbers for matrix in coded_matrices(shape, config.reference_quantized))
     weights = (shape.served - coded) * shape.served_bytes + FOUR_BIT_BYTES * coded
-    return _reading_gib(shape, weights, max(config.reference.tokens_per_batch, shape.longest))
+    tokens = max(config.reference.tokens_per_batch, shape.longest)
+    return _reading_gib(shape, weights, tokens, config.reference.gpus)
 
 
 def scorer_gib(config: Config, kind: str) -> float | None:
-    """GiB of one process of the scorer ``kind`` with a GPU, of those that are built in; None where it has none, or the
-    sizes of its model are not known here."""
+    """GiB of one process of the scorer ``kind`` with GPUs, of those that are built in, on each of them; None where it
+    has none, or the sizes of its model are not known here."""
     scorer = config.scorers[kind]
     path = scorer.options.get("path")
     shape = shape_of(config, str(path)) if scorer.gpus and scorer.built_in and path else None
@@ -54,16 +62,37 @@ def scorer_gib(config: Config, kind: str) -> float | None:
     if scorer.scorer == "reward_model":  # it has no head, sees nothing, and reads the end of what is longer
         weights, shape = (shape.served - shape.head * (not shape.tied)) * shape.served_bytes, replace(shape, sees=False)
         longest = min(longest, scorer.options.get("max_length", LONGEST))
-    return _reading_gib(shape, weights, max(tokens, longest))
+    return _reading_gib(shape, weights, max(tokens, longest), scorer.gpus)
 
 
-def _reading_gib(shape: Shape, weights: float, tokens: int) -> float:
-    """Of so many bytes of ``weights``, in a forward pass over so many ``tokens``."""
+def _reading_gib(shape: Shape, weights: float, tokens: int, gpus: int) -> float:
+    """Of so many bytes of ``weights``, dealt out over ``gpus``, in a forward pass over so many ``tokens``: the GPU that
+    has most has up to half a layer more than its share."""
+    weights = weights / gpus + (weights / shape.layers / 2 if gpus > 1 else 0.0)
     wide = 3 * (shape.beside if shape.experts else shape.intermediate)
     wide += shape.chosen * (2 * shape.hidden + 3 * shape.intermediate) if shape.experts else 0
     inner = shape.served_bytes * tokens * (8 * shape.hidden + wide) / GIB
     logits = 0.8 * LOGITS_GIB  # a chunk of 256 MiB, and what it is made of in the model's dtype
     return (weights + shape.seen_bytes) / GIB + max(inner, logits) + OVERHEAD_GIB
+
+
+def on_each(gpus: int) -> str:
+    """Behind GiB that are of each of them, for people."""
+    return f" on each of {gpus} GPUs" if gpus > 1 else ""
+
+
+def enough_gpus(config: Config, kind: str, room: float) -> int | None:
+    """Over how many GPUs of ``room`` GiB the layers of a reference's or scorer's model can be dealt; None: not over as
+    many as a machine has."""
+    section: Any = config.reference if kind == "reference" else config.scorers[kind]
+    for gpus in (2, 4, MACHINE):
+        more = section.model_copy(update={"gpus": gpus})
+        changed = {"reference": more} if kind == "reference" else {"scorers": config.scorers | {kind: more}}
+        there = config.model_copy(update=changed)
+        need = reference_gib(there) if kind == "reference" else scorer_gib(there, kind)
+        if gpus > section.gpus and need and need <= room:
+            return gpus
+    return None
 
 
 def shorter(config: Config) -> str:

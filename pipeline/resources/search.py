@@ -35,6 +35,7 @@ from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, forward_s, 
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.modeling.lengths import longest_sequence
+from penstock.services.reference.config import PASSES_EACH
 from penstock.services.rollout.config import VLLM_DEFAULT, TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime.gpu_kinds import MACHINE, Device
 from penstock.services.trainer.config import LoraConfig, TrainerConfig
@@ -121,7 +122,7 @@ def _dealt(
 
 def _references(config: Config, most: int) -> list[int]:
     """Numbers of them that are tried, the fewest first: as many as ``config`` has, where their time is not known."""
-    given = config.reference.count * config.with_reference
+    given, most = config.reference.count * config.with_reference, most // config.reference.gpus
     if not given or config.reference.device == "cpu" or shape_of(config, config.reference.path) is None:
         return [given]
     return sorted({given, most, *(2**power for power in range(most.bit_length()))})
@@ -178,7 +179,10 @@ def reference_s(config: Config, load: Load, device: Device) -> float:
     shape = shape_of(config, config.reference.path) if config.with_reference else None
     if shape is None or config.reference.device == "cpu":
         return 0.0
-    return forward_s(shape, 1, load, device, config.reference.tokens_per_batch)
+    gpus = config.reference.gpus
+    # Passes go through its GPUs one after the other: the first and the last ones leave some of them idle.
+    idle = 1 + (gpus - 1) / (gpus * PASSES_EACH)
+    return idle * forward_s(shape, gpus, load, device, config.reference.tokens_per_batch)
 
 
 def _plain(config: Config, ranks: int, lora: LoraConfig | None) -> TrainerConfig:
@@ -212,7 +216,8 @@ def _colocated(
         faster_gib = _rank_gib(config, shape, faster, device, True) if faster else 0.0
         # On a GPU that has none yet one more takes no more memory of it.
         alone = not any(not scorer.own_gpus for scorer in config.scorers.values())
-        more = [n for n in _references(config, ranks) if alone and config.reference.count <= n <= ranks]
+        most = ranks // config.reference.gpus
+        more = [n for n in _references(config, ranks) if alone and config.reference.count <= n <= most]
         yield _fewest(config, [
             min((
                 Layout(
@@ -243,7 +248,7 @@ def critic_rest_s(config: Config, device: Device) -> float:
 def _held_s(config: Config, load: Load, device: Device, references: int, ranks: int, tensor: int) -> float:
     """Seconds of a step that references hold up the engine on ``tensor`` of a trainer's GPUs that has most of them
     beside it: it waits for each of its GPUs, and they are seldom at work together."""
-    beside = min(references, tensor * -(-references // ranks))
+    beside = min(references, tensor * -(-references * config.reference.gpus // ranks))
     return reference_s(config, load, device) * beside / max(1, references)
 
 

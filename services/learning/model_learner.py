@@ -21,12 +21,13 @@ from penstock.services.learning.optimizer import make_optimizer, set_rate, stepp
 from penstock.services.learning.out_of_memory import MicroBatches
 from penstock.services.learning.phase_memory import PhaseMemory
 from penstock.services.modeling.buffers import persistent_buffers
+from penstock.services.modeling.by_trajectory import by_trajectory
 from penstock.services.modeling.checkpointing import keep_products
 from penstock.services.modeling.dropout import without_dropout
 from penstock.services.modeling.four_bit import FourBitLinear
 from penstock.services.modeling.logprobs import layout_of
 from penstock.services.modeling.lora import Adapted
-from penstock.services.modeling.packing import Pass, Rows, by_trajectory, plan_passes
+from penstock.services.modeling.packing import Pass, Rows, plan_passes
 from penstock.services.modeling.parallel.fsdp import clip_gradients, forget_backward, reshard
 from penstock.services.modeling.parallel.gathered import Gathered
 from penstock.services.modeling.parallel.stages import Stage, ahead

@@ -66,6 +66,17 @@ class Segments:
         places = None if keys is None else to_device(torch.from_numpy(keys), device)
         return cls(q, k, places, ours, theirs, Whole(q, k, keys, device))
 
+    @property
+    def device(self) -> torch.device:
+        """Of the row."""
+        return self.cumulative_q.device
+
+    def to(self, device: torch.device) -> Segments:
+        """The same on ``device``, for a row that none shares."""
+        keys = None if self.keys is None else self.keys.to(device)
+        starts = {name: getattr(self, name).to(device) for name in ("cumulative_q", "cumulative_k")}
+        return replace(self, keys=keys, whole=self.whole.to(device), **starts)
+
 
 @dataclass(frozen=True)
 class Way:

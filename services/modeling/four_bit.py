@@ -98,12 +98,12 @@ def in_four_bits(model: nn.Module, names: Iterable[str]) -> None:
         setattr(parent, last, FourBitLinear(parent.get_submodule(last)))
 
 
-def move_in_four_bits(model: nn.Module, names: Iterable[str], device: torch.device) -> None:
-    """Moves ``model`` to ``device``, where its linear layers that are called so lie in 4 bits."""
+def in_four_bits_by(model: nn.Module, names: Iterable[str], device: torch.device) -> None:
+    """The linear layers of ``model``, on the host, that are called so lie there in 4 bits, which ``device`` makes."""
     for name in names:  # one by one: there may be no room for all of them whole
         model.get_submodule(name).to(device)
         in_four_bits(model, [name])
-    model.to(device)
+        model.get_submodule(name).to("cpu")
 
 
 def rounded(matrix: torch.Tensor) -> torch.Tensor:

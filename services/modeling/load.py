@@ -39,6 +39,19 @@ def device_of(name: str, key: str = "device") -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def devices_of(name: str, count: int, key: str, counts: str) -> tuple[torch.device, ...]:
+    """As `device_of`; of GPUs ``count`` of them, the first that this process sees, which is what the config's key
+    ``counts`` says. Raises `ModelError`."""
+    first = device_of(name, key)
+    if first.type != "cuda" or count == 1:
+        return (first,)
+    if first.index is not None:
+        raise ModelError(f"{key}: {name} is one GPU, and {counts}={count}; set it to cuda")
+    if (there := torch.cuda.device_count()) < count:
+        raise ModelError(f"{counts}={count}: this process sees {there} GPUs; take fewer")
+    return tuple(torch.device("cuda", index) for index in range(count))
+
+
 def attention_of(config: Any) -> str | dict[str, str] | None:
     """transformers' attention that computes what the model's authors did: ours for the families that it is right for,
     of those that see for the decoder; of others transformers' own choice (None), but for a soft cap, which its choice

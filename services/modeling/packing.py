@@ -11,7 +11,7 @@ rows on a CPU lie below each other, and attention gets a dense mask: that is fas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,10 +22,9 @@ from penstock.protocols.experience import Trajectory
 from penstock.services.modeling.attention import Segments
 from penstock.services.modeling.candidates import Candidates
 from penstock.services.modeling.filling import fill
-from penstock.services.modeling.pinned import to_device, to_host
+from penstock.services.modeling.pinned import to_device
 from penstock.services.modeling.routing import OPEN, as_given
 from penstock.services.modeling.taught import Taught
-from penstock.services.runtime import health
 
 MASKED_ROW_TOKENS = 1024
 """Longest row whose attention has a dense mask, which grows with the square."""
@@ -96,7 +95,7 @@ class Rows:
         padded = np.zeros((len(self.index), self.mask.shape[1] + 1), arrays[self.index[0]].dtype)
         for k, index in enumerate(self.index):
             padded[k, : len(arrays[index])] = arrays[index]
-        return to_device(torch.from_numpy(padded[:, 1:].copy()), self.tokens.device)  # whole: else it is copied again
+        return to_device(torch.from_numpy(padded[:, 1:].copy()), self.mask.device)  # whole: else it is copied again
 
 
 @dataclass(frozen=True)
@@ -122,6 +121,8 @@ class Pass:
     """All lie in one row."""
     device: torch.device
     routed: bool
+    at_end: torch.device
+    """Where the places are in which tokens are predicted: ``device``, but of a model that lies on several."""
 
     @property
     def index(self) -> tuple[int, ...]:
@@ -151,33 +152,9 @@ class Pass:
 
     def rows(self) -> Rows:
         """What is computed with."""
-        return (_pack if self.packed else _lay_out)(self.trajectories, list(self.drafts), self.device, self.routed)
-
-
-def by_trajectory(
-    trajectories: Sequence[Trajectory], passes: Iterable[Rows], compute: Callable[[Rows], torch.Tensor]
-) -> list[np.ndarray]:
-    """What ``compute`` gives for each of ``passes`` (``[trajectories, longest - 1]``, aligned with its mask, or several
-    such, ``[which, trajectories, longest - 1]``), taken apart: float32 ``[tokens]``, or ``[which, tokens]``, of each
-    trajectory, 0 for its first."""
-    found = [np.zeros(0, np.float32)] * len(trajectories)
-
-    def take(index: Sequence[int], values: np.ndarray) -> None:
-        for k, i in enumerate(index):
-            size = len(trajectories[i].tokens)
-            found[i] = np.zeros((*values.shape[:-2], size), np.float32)
-            found[i][..., 1:] = values[..., k, : size - 1]
-
-    behind: tuple[tuple[int, ...], Callable[[], torch.Tensor]] | None = None
-    for rows in passes:
-        health.beat()
-        coming = rows.index, to_host(compute(rows).float())
-        if behind:  # while a device computes the next pass
-            take(behind[0], behind[1]().numpy())
-        behind = coming
-    if behind:
-        take(behind[0], behind[1]().numpy())
-    return found
+        return (_pack if self.packed else _lay_out)(
+            self.trajectories, list(self.drafts), (self.device, self.at_end), self.routed
+        )  # fmt: skip
 
 
 def plan_rows(*given: Any, **more: Any) -> Iterator[Rows]:
@@ -193,17 +170,19 @@ def plan_passes(
     layout: Layout = "either",
     routed: bool = False,
     ranks: int = 1,
+    at_end: torch.device | None = None,
 ) -> Iterator[Pass]:
     """Cuts trajectories into passes of at most ``token_budget`` tokens, padding included (a longer one stands alone);
     of packed ones, if it can be, as many for each of ``ranks``.
 
     ``groups[i]`` is any number that is the same for trajectories of one prompt; these should be neighbours. ``routed``:
-    with `Rows.routing`, of trajectories whose routing is of one model.
+    with `Rows.routing`, of trajectories whose routing is of one model. ``at_end``: see `Pass.at_end`.
     """
+    at_end = at_end or device
     longest = max((len(trajectory.tokens) for trajectory in trajectories), default=0)
     if layout in ("packed", "whole") or (layout == "either" and (device.type == "cuda" or longest > MASKED_ROW_TOKENS)):
         for drafts in _plan_packed(trajectories, groups, token_budget, routed, layout == "whole", ranks):
-            yield Pass(trajectories, tuple(drafts), True, device, routed)
+            yield Pass(trajectories, tuple(drafts), True, device, routed, at_end)
         return
     rows = _rows(trajectories, groups, min(token_budget, MASKED_ROW_TOKENS), layout == "either", routed)
     rows.sort(key=lambda row: (len(row.members) == 1, -row.length, row.members))
@@ -213,7 +192,7 @@ def plan_passes(
         end = start + 1
         while end < len(rows) and (end + 1 - start) * length <= token_budget and (len(rows[end].members) == 1) == alone:
             end += 1
-        yield Pass(trajectories, tuple(rows[start:end]), False, device, routed)
+        yield Pass(trajectories, tuple(rows[start:end]), False, device, routed, at_end)
         start = end
 
 
@@ -311,14 +290,15 @@ class _Draft:
             self._routing = np.full((*self._tokens.shape, *routing.shape[1:]), OPEN, np.int16)
         self._routing[r, at : at + len(routing)] = as_given(routing)
 
-    def finish(self, attention: torch.Tensor | Segments, device: torch.device) -> Rows:
-        """The rows, on ``device``."""
+    def finish(self, attention: torch.Tensor | Segments, device: torch.device, at_end: torch.device) -> Rows:
+        """The rows, on ``device``; where tokens are predicted is ``at_end``."""
         if isinstance(attention, torch.Tensor):
             attention = to_device(attention, device)
         source, target = np.concatenate(self._source), np.concatenate(self._target)
         mask = self._mask[:, 1:].copy()
-        parts = (self._tokens, self._positions, mask, np.flatnonzero(mask), source, target)
-        tokens, positions, said, places, begins, ends = (to_device(torch.from_numpy(each), device) for each in parts)
+        tokens, positions = (to_device(torch.from_numpy(each), device) for each in (self._tokens, self._positions))
+        parts = (mask, np.flatnonzero(mask), source, target)
+        said, places, begins, ends = (to_device(torch.from_numpy(each), at_end) for each in parts)
         return Rows(
             tuple(self._members),
             tokens,
@@ -329,7 +309,7 @@ class _Draft:
             begins,
             source,
             ends,
-            Candidates.of([self._trajectories[index] for index in self._members], device),
+            Candidates.of([self._trajectories[index] for index in self._members], at_end),
             self._routing,
             shown=self._shown(device),
         )
@@ -347,7 +327,11 @@ class _Draft:
         return Shown(whole, there, sampled, pictures, member, place)
 
 
-def _lay_out(trajectories: Sequence[Trajectory], rows: list[_Row], device: torch.device, routed: bool) -> Rows:
+Devices = tuple[torch.device, torch.device]
+"""`Pass.device` and `Pass.at_end`."""
+
+
+def _lay_out(trajectories: Sequence[Trajectory], rows: list[_Row], devices: Devices, routed: bool) -> Rows:
     """``rows`` below each other, with a mask."""
     length = max(row.length for row in rows)
     members = [index for row in rows for index in row.members]
@@ -365,10 +349,10 @@ def _lay_out(trajectories: Sequence[Trajectory], rows: list[_Row], device: torch
     else:
         same = (segments[:, None, :] == segments[:, :, None]) | (segments[:, None, :] == 0)
         attention = (same & np.tri(length, dtype=bool))[:, None]
-    return draft.finish(torch.from_numpy(attention), device)
+    return draft.finish(torch.from_numpy(attention), *devices)
 
 
-def _pack(trajectories: Sequence[Trajectory], rows: list[_Row], device: torch.device, routed: bool) -> Rows:
+def _pack(trajectories: Sequence[Trajectory], rows: list[_Row], devices: Devices, routed: bool) -> Rows:
     """``rows`` one after the other in one, without a mask."""
     members = [index for row in rows for index in row.members]
     draft = _Draft(trajectories, members, (1, sum(row.length for row in rows)), routed)
@@ -393,4 +377,4 @@ def _pack(trajectories: Sequence[Trajectory], rows: list[_Row], device: torch.de
     shared = None
     if starts_k != starts_q:
         shared = np.concatenate(keys)
-    return draft.finish(Segments.of(starts_q, starts_k, shared, device), device)
+    return draft.finish(Segments.of(starts_q, starts_k, shared, devices[0]), *devices)

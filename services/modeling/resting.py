@@ -50,7 +50,7 @@ class Resting:
             self._kept.append((storage, page))
             if storage._cdata in still:
                 self._constant[storage._cdata] = storage, page
-        _synchronize(self._device)
+        self._synchronize()
         for storage, _ in self._kept:
             storage.resize_(0)
         release(self._device)
@@ -61,7 +61,7 @@ class Resting:
         for storage, page in self._kept:
             _grow(storage, page.numel(), self._device)
             _bytes(storage).copy_(page, non_blocking=True)
-        _synchronize(self._device)
+        self._synchronize()
         if self._device.type == "cuda":
             for storage, page in self._kept:
                 if storage._cdata not in self._constant:
@@ -73,6 +73,11 @@ class Resting:
         for _, page in self._constant.values():
             self._pages[page.numel()].append(page)
         self._constant.clear()
+
+    def _synchronize(self) -> None:
+        """With all devices that something is kept of."""
+        for device in {storage.device for storage, _ in self._kept if storage.device.type == "cuda"}:
+            torch.cuda.synchronize(device)
 
     def _page(self, size: int) -> torch.Tensor:
         page = torch.empty(size, dtype=torch.uint8)
@@ -113,11 +118,6 @@ def _grow(storage: torch.UntypedStorage, size: int, device: torch.device) -> Non
                 raise
             release(device)
             time.sleep(RETRY_S)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:

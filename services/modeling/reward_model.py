@@ -12,8 +12,9 @@ import torch
 
 from penstock.protocols.experience import Group
 from penstock.services.modeling.dtypes import DTYPES
-from penstock.services.modeling.load import attention_of, device_of, has_own_code, load_config, load_tokenizer, loading
+from penstock.services.modeling.load import attention_of, devices_of, has_own_code, load_config, load_tokenizer, loading
 from penstock.services.modeling.resting import Resting
+from penstock.services.modeling.spread import spread
 from penstock.services.modeling.weight_files import WeightFiles
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.hub_names import named
@@ -69,12 +70,12 @@ class RewardModel:
     ``column`` is the column that it writes, ``tokens_per_batch`` bounds a forward pass, padding included, and
     ``max_length`` what it reads: of a longer text, its end. The model's own tokenizer reads the text; where it has a
     chat template, the prompt and the answer are a chat. The grade is at the token that the model's own code takes: the
-    last one, but for those that its ``pad_token_id`` names.
+    last one, but for those that its ``pad_token_id`` names. ``gpus``: those that its layers are dealt out over.
     """
 
     def __init__(
         self, path: str, column: str = "preference", device: str = "auto", dtype: str = "bfloat16",
-        tokens_per_batch: int = 8192, max_length: int = 8192,
+        tokens_per_batch: int = 8192, max_length: int = 8192, gpus: int = 1,
     ) -> None:  # fmt: skip
         from transformers import AutoModelForSequenceClassification
 
@@ -96,8 +97,9 @@ class RewardModel:
         self._settings = model.config.get_text_config()
         declared = self._settings.pad_token_id
         self._padding = declared if declared in range(self._settings.vocab_size) else None
-        self._device = device_of(device, "options.device")
-        self._model = model.to(self._device).eval()
+        devices = devices_of(device, gpus, "options.device", "gpus")
+        self._device, self._model = devices[0], model.eval()
+        spread(self._model, devices, self._device, "gpus")  # where the grade is, its code asks of the ids
         self._column, self._budget, self._longest = column, tokens_per_batch, max_length
         self._resting = Resting(self._device)
 

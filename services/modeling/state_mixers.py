@@ -33,6 +33,10 @@ class Whole:
         self._batches: list[torch.Tensor] = []
         self._back: torch.Tensor | None = None
 
+    def to(self, device: torch.device) -> Whole:
+        """For a row on ``device``."""
+        return Whole(self._starts_q, self._starts_k, self._keys, device)
+
     def mixed(self, mix: Callable[[torch.Tensor], torch.Tensor], row: torch.Tensor) -> torch.Tensor:
         """What ``mix`` makes of the sequences of ``row`` ``[1, length, size]``: it is given ``[sequences, longest,
         size]``, several times."""

@@ -11,12 +11,14 @@ import torch
 
 from penstock.protocols.columns import top_columns
 from penstock.protocols.experience import Group
+from penstock.services.modeling.by_trajectory import by_trajectory
 from penstock.services.modeling.head import compute_head_in
-from penstock.services.modeling.load import device_of, load_model, vocabulary_of
+from penstock.services.modeling.load import devices_of, load_model, vocabulary_of
 from penstock.services.modeling.logprobs import Places, layout_of, logprobs, of_logits
-from penstock.services.modeling.packing import Rows, by_trajectory, plan_rows
+from penstock.services.modeling.packing import Rows, plan_rows
 from penstock.services.modeling.resting import Resting
 from penstock.services.modeling.sight import give_sight, resting_sight
+from penstock.services.modeling.spread import spread
 from penstock.services.modeling.taught import over_top
 from penstock.services.modeling.token_statistics import token_statistics
 from penstock.services.runtime.errors import SetupError
@@ -25,23 +27,25 @@ from penstock.services.runtime.errors import SetupError
 class Teacher:
     """scorers: {teacher: {scorer: teacher, columns: {teacher: token}, options: {path: ORG/MODEL}}}
 
-    ``path``: a causal model with the policy's own vocabulary. ``column`` is the column that it writes, ``temperature``
-    that of `rollout.sampling`: a run says both. ``tokens_per_batch`` bounds a forward pass, padding included;
-    ``head_dtype`` as `model.head_dtype`. ``top_k``: it writes `columns.top_columns` of so many tokens too; None or 0:
-    not.
+    ``path``: a causal model with the policy's own vocabulary. ``column`` is the column that it writes,
+    ``temperature`` that of `rollout.sampling`: a run says both. ``tokens_per_batch`` bounds a forward pass, padding
+    included; ``head_dtype`` as `model.head_dtype`. ``gpus``: those that its layers are dealt out over. ``top_k``:
+    it writes `columns.top_columns` of so many tokens too; None or 0: not.
     """
 
     def __init__(
         self, path: str, column: str = "teacher", device: str = "auto", dtype: str = "bfloat16",
         temperature: float = 1.0, tokens_per_batch: int = 8192, head_dtype: Literal["float32"] | None = None,
-        top_k: int | None = None,
+        top_k: int | None = None, gpus: int = 1,
     ) -> None:  # fmt: skip
         if head_dtype not in (None, "float32"):
             raise SetupError(f"options.head_dtype: {head_dtype!r}; set it to float32 or null")
-        self._device = device_of(device, "options.device")
-        self._model = load_model(path, dtype, self._device, "options.path").eval()
+        self._devices = devices_of(device, gpus, "options.device", "gpus")
+        self._device, self._at_end = self._devices[0], self._devices[-1]
+        self._model = load_model(path, dtype, torch.device("cpu"), "options.path").eval()
         compute_head_in(self._model, head_dtype)
         give_sight(self._model, path, dtype, self._device, "options.path")
+        spread(self._model, self._devices, self._at_end, "gpus")
         self._column, self._temperature, self._budget, self._k = column, temperature, tokens_per_batch, top_k or 0
         self._resting = Resting(self._device)
         if self._k > vocabulary_of(self._model):
@@ -54,7 +58,8 @@ class Teacher:
         group.check_ids(vocabulary_of(self._model))
         found = list(group.trajectories)
         layout = layout_of(self._model, found)
-        passes = plan_rows(found, [group.number] * len(found), self._budget, self._device, layout)
+        numbers = [group.number] * len(found)
+        passes = plan_rows(found, numbers, self._budget, self._device, layout, at_end=self._at_end)
         tops: dict[int, np.ndarray] = {}
 
         def compute(part: Rows) -> torch.Tensor:
@@ -67,7 +72,7 @@ class Teacher:
                 tops[index] = np.pad(values, ((int(found[index].loss_mask[0]), 0), (0, 0)))
             return part.scatter(stated[0].float())
 
-        rows = {self._column: np.concatenate(by_trajectory(found, passes, compute))}
+        rows = {self._column: np.concatenate(by_trajectory(found, passes, compute, len(self._devices)))}
         if not self._k:
             return rows
         every = np.concatenate([tops[index] for index in range(len(found))])

@@ -6,6 +6,10 @@ from pydantic import Field
 
 from penstock.services.runtime.settings import Section
 
+PASSES_EACH = 4
+"""Where a model lies on several GPUs, passes for each of them that are begun together: while the first ones and the
+last are under way some have nothing to do."""
+
 
 class ReferenceConfig(Section):
     """The reference processes; none are started where nothing reads the column `reference`: no KL penalty, no teacher
@@ -31,6 +35,9 @@ class ReferenceConfig(Section):
     in float32, and the host has room for one in float32 while it is made."""
     device: str = "auto"
     """Where it computes, e.g. ``cpu`` or ``cuda``; ``auto``: a GPU where there is one."""
+    gpus: int = Field(1, ge=1)
+    """GPUs of each process, e.g. ``4`` for a model that one has no room for: its layers are dealt out over them, and
+    each computes its own while the one before it computes the next pass. On a CPU it says nothing."""
     tokens_per_batch: int = Field(8192, ge=1)
     """Tokens of one forward pass, padding included; fewer need less memory."""
     groups_in_hand: int = Field(64, ge=1)

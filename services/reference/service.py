@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,17 @@ from penstock.protocols.columns import REFERENCE
 from penstock.protocols.experience import ExperienceError, Group
 from penstock.services.data.picture_files import PictureError
 from penstock.services.modeling import determinism
-from penstock.services.modeling.four_bit import move_in_four_bits
+from penstock.services.modeling.by_trajectory import by_trajectory
+from penstock.services.modeling.four_bit import in_four_bits_by
 from penstock.services.modeling.head import compute_head_in
-from penstock.services.modeling.load import check_vocabulary, device_of, load_model, vocabulary_of
+from penstock.services.modeling.load import check_vocabulary, devices_of, load_model, vocabulary_of
 from penstock.services.modeling.logprobs import layout_of, logprobs
 from penstock.services.modeling.lora import Adapter, adapted_layers
-from penstock.services.modeling.packing import by_trajectory, plan_rows
+from penstock.services.modeling.packing import plan_rows
 from penstock.services.modeling.resting import Resting, release
 from penstock.services.modeling.sight import check_shown, give_sight, resting_sight
-from penstock.services.reference.config import ReferenceConfig
+from penstock.services.modeling.spread import spread
+from penstock.services.reference.config import PASSES_EACH, ReferenceConfig
 from penstock.services.reference.mixing import mix_up_to
 from penstock.services.runtime import checkpoint_folders, device_turn, health
 from penstock.services.runtime.actor import ActorContext
@@ -51,21 +54,27 @@ class Reference:
         self._sources = [checkpoints] if config.mix == 1 else [checkpoints, self._mixtures]
         self._begun: int | None = None
         """The version that was due when it began: whoever did not save it then is not blamed."""
-        self._device = device_of(config.device, "reference.device")
+        self._devices = devices_of(config.device, config.gpus, "reference.device", "reference.gpus")
+        self._device, self._at_end = self._devices[0], self._devices[-1]
+        self._at_once = config.tokens_per_batch * (PASSES_EACH * len(self._devices) if len(self._devices) > 1 else 1)
         self._resting = Resting(self._device)
         key = "reference.path" if config.path else "model.path"
         check_vocabulary(model_path, config.path or model_path, key)
         self._path, self._key = config.path or model_path, key
-        self._model = self._load(self._path, self._device, key)
+        self._model = self._load(self._path, key)
+        self._take_place(self._model)
 
-    def _load(self, path: str, device: torch.device, key: str) -> Any:
-        # What will lie in 4 bits comes to the host first: the device may have no room for it whole.
-        model = load_model(path, self._dtype, torch.device("cpu") if self._quantized else device, key).eval()
+    def _load(self, path: str, key: str) -> Any:
+        """On the host."""
+        model = load_model(path, self._dtype, torch.device("cpu"), key).eval()
         if self._quantized:
-            move_in_four_bits(model, adapted_layers(self._quantized, path), device)
+            in_four_bits_by(model, adapted_layers(self._quantized, path), self._device)
         compute_head_in(model, self._head_dtype)
         give_sight(model, self._path, self._dtype, self._device, self._key)
         return model
+
+    def _take_place(self, model: Any) -> None:
+        spread(model, self._devices, self._at_end, "reference.gpus")
 
     def room(self, in_hand: int) -> int:
         """See `ReferenceConfig.groups_in_hand`."""
@@ -94,11 +103,12 @@ class Reference:
         return True
 
     def _fill(self, tasks: Sequence[ScoringTask]) -> int:
-        """How many of the first ones have, together, the tokens of a forward pass; one may have more."""
+        """How many of the first ones have, together, the tokens of a forward pass, or of as many as keep all devices at
+        work; one may have more."""
         sizes = itertools.accumulate(
             _tokens(task.group, layout_of(self._model, task.group.trajectories) != "apart") for task in tasks
         )
-        return max(1, sum(size <= self._config.tokens_per_batch for size in sizes))
+        return max(1, sum(size <= self._at_once for size in sizes))
 
     def gauges(self) -> dict[str, float]:
         """Which version of the policy it is, where that changes."""
@@ -121,11 +131,12 @@ class Reference:
             health.beat()
             version, path = self._become(newest, found)
             # On the host first: the device has room for one, and what cannot be loaded takes nobody's place.
-            newer = self._load(str(path), torch.device("cpu"), "reference.refresh_every")
+            newer = self._load(str(path), "reference.refresh_every")
             self._model = None
             self._resting.forget()
             release(self._device)
-            self._model = newer.to(self._device)
+            self._take_place(newer)
+            self._model = newer
             self._version = version
             log.info("the reference is refreshed", version=version)
         elif due - max(self._version, self._begun) > every:
@@ -157,8 +168,10 @@ class Reference:
         trajectories = [trajectory for group in batch for trajectory in group.trajectories]
         groups = [group.number for group in batch for _ in group.trajectories]
         layout = layout_of(self._model, trajectories)
-        passes = plan_rows(trajectories, groups, self._config.tokens_per_batch, self._device, layout)
-        return by_trajectory(trajectories, passes, lambda rows: logprobs(self._model, rows, self._temperature))
+        budget = self._config.tokens_per_batch
+        passes = plan_rows(trajectories, groups, budget, self._device, layout, at_end=self._at_end)
+        compute = partial(logprobs, self._model, temperature=self._temperature)
+        return by_trajectory(trajectories, passes, compute, len(self._devices))
 
 
 def _tokens(group: Group, share: bool) -> int:
@@ -174,7 +187,7 @@ def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:
         determinism.pin(context.folder, kind, context.threads)
     temperature, turn = config.rollout.sampling.temperature, None
     if config.run.colocated:
-        turn = device_turn.enter(context.folder, context.name, config.reference.device)
+        turn = device_turn.enter(context.folder, context.name, config.reference.device, config.reference.gpus)
     reference = Reference(
         config.reference,
         context.model_path,

@@ -9,7 +9,7 @@ SPEC = ActorSpec(
     count=lambda config: config.reference.count if config.with_reference else 0,
     threads=lambda config: config.reference.threads,
     preloaded=lambda config: True,
-    gpus=lambda config: int(config.reference.device != "cpu"),
+    gpus=lambda config: config.reference.gpus * (config.reference.device != "cpu"),
     columns=lambda config: [Column(name=REFERENCE, scorer="reference", per="token")],
     unneeded="trainer.algorithm.kl.coefficient is 0, or the trainer itself computes it (reference.in_trainer)",
 )

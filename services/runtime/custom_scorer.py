@@ -66,10 +66,11 @@ class ScorerConfig(Section):
     threads: int = Field(1, ge=1)
     """Compute threads of each."""
     gpus: int = Field(0, ge=0)
-    """GPUs of each process, e.g. ``1``."""
+    """GPUs of each process, e.g. ``1``; of several the layers of a built-in scorer's model are dealt out over them, as
+    with `reference.gpus`."""
     own_gpus: bool = True
-    """Whether they are its own also with `run.placement`: colocated, e.g. ``false``: a process with one GPU has one of
-    the trainer's then, and sleeps while a learner works, as built-in scorers can, and classes with ``sleep()`` and
+    """Whether they are its own also with `run.placement`: colocated, e.g. ``false``: a process has as many of the
+    trainer's then, and sleeps while a learner works, as built-in scorers can, and classes with ``sleep()`` and
     ``wake()``. See docs/memory.md."""
     groups_in_hand: int = Field(64, ge=1)
     """Groups that one process asks for at once."""
@@ -117,13 +118,14 @@ class ScorerConfig(Section):
         if not self.built_in:
             return self.options
         told: dict[str, Any] = {"temperature": temperature} if self.scorer == "teacher" else {}
+        told |= {"gpus": self.gpus} if self.gpus > 1 else {}
         given = {name: value for name, value in self.options.items() if value is not None}
         return told | given | {"column": self.writes}
 
     @model_validator(mode="after")
-    def _one_gpu_is_shared(self) -> ScorerConfig:
-        if not self.own_gpus and self.gpus != 1:
-            raise ValueError(f"own_gpus=false is for processes with one GPU, and gpus={self.gpus}; set gpus: 1")
+    def _has_what_it_shares(self) -> ScorerConfig:
+        if not self.own_gpus and not self.gpus:
+            raise ValueError("own_gpus=false is for processes with a GPU, and gpus=0; set gpus: 1")
         return self
 
     @model_validator(mode="after")
@@ -226,7 +228,7 @@ def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:
     hung = {"hung_s": scorer.timeout_s, "hung_key": f"scorers.{kind}.timeout_s"}
     turn = None
     if config.run.colocated and not scorer.own_gpus:
-        turn = device_turn.enter(context.folder, context.name, str(scorer.options.get("device") or "auto"))
+        turn = device_turn.enter(context.folder, context.name, str(scorer.options.get("device") or "auto"), scorer.gpus)
     made = CustomScorer(scorer, kind, config.rollout.sampling.temperature)
     guest = Guest(turn, made.sleep, made.wake) if turn else None
     return ScorerActor(kind, context, made, guest, **hung)

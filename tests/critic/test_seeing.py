@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from penstock.protocols.experience import PICTURE, Prompt, Trajectory
+from penstock.services.modeling.by_trajectory import by_trajectory
 from penstock.services.modeling.load import load_model
 from penstock.services.modeling.logprobs import layout_of
-from penstock.services.modeling.packing import by_trajectory, plan_rows
+from penstock.services.modeling.packing import plan_rows
 from penstock.services.modeling.sight import give_sight
 from penstock.services.modeling.values import value_head, values
 from penstock.services.turns.tokenizer import Tokenizer

@@ -124,6 +124,10 @@ def test_reference_and_critic_are_counted_by_models_of_their_own() -> None:
     assert needs.checkpoints == pytest.approx(3 * (needs.staging + needs.critic))
     config = load(Path("configs/grpo-70b.yaml"), [f"reference.path={SMALL}", kl])
     assert not [problem for problem in plan(config).problems if "reference" in problem]
+    cut = [f"reference.path={LARGE}", kl, "run.gpu_gib=40"]
+    (problem,) = plan(load(Path("configs/grpo-0.5b.yaml"), cut)).problems
+    assert "do not fit a GPU of 40 GiB; set reference.gpus=2, or the coefficient to 0, or take a smaller" in problem
+    assert not plan(load(Path("configs/grpo-0.5b.yaml"), [*cut, "reference.gpus=2"])).problems
     config = load(Path("configs/grpo-0.5b.yaml"), ["reference.path=no/such-model", kl])
     assert not plan(config).problems and reference_gib(config) is None, "its sizes are not known here"
 
@@ -161,7 +165,14 @@ def test_built_in_scorers_with_gpus_are_counted_by_their_models(scorer: str) -> 
     )
     assert any(line.startswith("judge: 1 x ") for line in plan(config).lines) and not plan(config).problems
     assert scorer_gib(judged(), "judge") is None, "it has no GPU"
-    (problem,) = plan(small := judged(", gpus: 1", 40)).problems
-    assert problem.startswith("scorers.judge.options.path: ") and "take a smaller model" in problem
-    assert unsearched(small, devices_of("8xA100-40")[1]) == problem
+    (alone,) = plan(small := judged(", gpus: 1", 40)).problems
+    assert alone.startswith("scorers.judge.options.path: ")
+    assert alone.endswith("; set scorers.judge.gpus=2, or take a smaller model")
+    assert not plan(judged(", gpus: 2", 40)).problems
+    assert any("on each of 2 GPUs" in line for line in plan(judged(", gpus: 2", 40)).lines)
+    (problem,) = plan(judged(", gpus: 2", 20)).problems
+    assert "GiB on each of 2 GPUs do not fit a GPU of 20 GiB; set scorers.judge.gpus=4, or" in problem
+    problem = next(each for each in plan(judged(", gpus: 8", 8)).problems if each.startswith("scorers.judge"))
+    assert "8 GiB; take a smaller model" in problem, "a machine has no more"
+    assert unsearched(small, devices_of("8xA100-40")[1]) == alone
     assert too_much(config, {"judge-0": "0", "rollout-0": "0"}, {"0": 80.0})

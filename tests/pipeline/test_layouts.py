@@ -21,7 +21,7 @@ from penstock.pipeline.resources.memory import plan
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import place
 from penstock.pipeline.resources.readers import readers_each
-from penstock.pipeline.resources.search import layouts, shapes
+from penstock.pipeline.resources.search import layouts, reference_s, shapes
 from penstock.pipeline.resources.step_time import Load, forward_s, train_s
 from penstock.pipeline.simulate.costs import on_gpus
 from penstock.pipeline.simulate.world import World
@@ -103,6 +103,18 @@ def test_the_embedded_engine_is_laid_out_where_all_its_slots_fit() -> None:
     assert {layout.colocated for layout in found} == {False, True}
     for layout in found:
         assert not plan(load(BIG, [engine.format(48), *overrides(config, layout)])).problems
+
+
+def test_references_over_several_gpus_are_dealt_with_all_of_them() -> None:
+    config, found = searched(["reference.gpus=2"], "4xH200")
+    apart = [layout for layout in found if not layout.colocated]
+    assert apart and len(apart) < len(found)
+    for layout in apart:
+        assert layout.trainer.ranks + layout.rollouts * layout.tensor_parallel + 2 * layout.references <= 4
+    load_ = load_of(config, half_of_the_longest(config))
+    one, two = (reference_s(each, load_, devices_of("4xH200")[1]) for each in (load(BIG), config))
+    assert two == pytest.approx(one * (1 + 1 / 8) / 2), "some are idle at both ends of four passes each"
+    assert readers_each(config, 4)[0] == 1 and readers_each(config, 1)[0] == 2
 
 
 def test_several_references_may_lie_on_one_gpu() -> None:

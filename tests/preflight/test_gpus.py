@@ -11,7 +11,7 @@ import pynvml
 import pytest
 import torch
 
-from penstock.pipeline.config import Config, load
+from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.preflight import gpus, machine
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources import gpu_locks
@@ -40,6 +40,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     return FakeNvml(monkeypatch, (80.0, 80.0), *CUDA_13_DRIVER)
 
 
+KL = "trainer.algorithm.kl.coefficient=0.1"
 PPO = "trainer.algorithm={preset: ppo}"
 
 
@@ -230,8 +231,22 @@ def test_colocated_all_but_the_trainer_have_its_gpus() -> None:
         "trainer": "0,1", "critic": "0", "rollout-0": "0", "rollout-1": "1", "wise-0": "1", "wise-1": "0",
     }  # fmt: skip
     assert total_gpus(small(*keys)) == 2 and total_gpus(small(*keys, "critic.own_gpus=true", "critic.ranks=2")) == 4
+    wide = place(small(*keys[:3], teacher.replace("gpus: 1", "gpus: 2"), KL, "trainer.ranks=3"), ["0", "1", "2"])
+    assert [wide[name] for name in ("reference-0", "wise-0", "wise-1")] == ["2", "1,0", "2,1"]
     apart = place(small(*keys, "critic.own_gpus=true", "scorers.wise.own_gpus=true"), ["0", "1", "2", "3", "4"])
     assert apart["trainer"] == "0,1" and {apart["critic"], apart["wise-0"], apart["wise-1"]} == {"2", "3", "4"}
+
+
+def test_a_reference_over_several_gpus_has_them() -> None:
+    config = small("rollout.count=1", KL, "reference.gpus=2", "reference.count=2")
+    assert total_gpus(config) == 6
+    assert place(config, list("012345"))["reference-1"] == "4,5"
+    with pytest.raises(ConfigError, match=r"this run wants 6 GPUs \(.*reference-1 2\), and there are 5"):
+        place(config, list("01234"))
+    colocated = small("rollout.count=1", KL, "reference.gpus=2", "run.placement=colocated")
+    with pytest.raises(ConfigError, match=r"reference-0 wants 2 GPUs, and trainer.ranks=1 has 1 .*\(reference.gpus\)"):
+        place(colocated, ["0", "1"])
+    assert not place(small(KL, "reference.gpus=2", "reference.device=cpu"), ["0", "1"]).get("reference-0")
 
 
 def test_a_group_of_processes_that_has_too_few_gpus_is_an_error(

@@ -564,7 +564,7 @@ MISTAKES = [
       overrides=["scorers={mine: {scorer: 'mine:NoScorer', columns: {x: token}}}"]),
     m("a scorer that cannot sleep", "scorers.mine.own_gpus=false: mine:Scorer has no sleep() and wake()",
       overrides=["scorers={mine: {scorer: 'mine:Scorer', columns: {x: token}, gpus: 1, own_gpus: false}}"]),
-    m("a scorer that shares no GPU", "scorers.mine: own_gpus=false is for processes with one GPU, and gpus=0",
+    m("a scorer that shares no GPU", "scorers.mine: own_gpus=false is for processes with a GPU, and gpus=0",
       overrides=["scorers={mine: {scorer: 'mine:Scorer', columns: {x: token}, own_gpus: false}}"]),
     m("a scorer with options that it does not take", "scorers.mine.options: mine:Scorer cannot be made with them",
       overrides=["scorers={mine: {scorer: 'mine:Scorer', columns: {x: token}, options: {a: 1}}}"]),

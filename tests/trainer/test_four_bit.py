@@ -34,7 +34,7 @@ from tests.trainer.test_lora import CPU, learner, logits, published
 from tests.trainer.test_shapes import check_shapes
 
 pytest.importorskip("bitsandbytes", reason="penstock[qlora] is not installed: make test-low-bits")
-from penstock.services.modeling.four_bit import BLOCK, SCALES, FourBitLinear, move_in_four_bits, rounded
+from penstock.services.modeling.four_bit import BLOCK, SCALES, FourBitLinear, in_four_bits_by, rounded
 
 NF4 = torch.tensor([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -142,7 +142,7 @@ def test_a_checkpoint_goes_on_and_is_merged_as_it_was_trained(start: Path, tmp_p
 
 def test_a_reference_is_what_the_policy_began_as(start: Path, tmp_path: Path) -> None:
     reference = load_model(str(start), "float32", CPU)
-    move_in_four_bits(reference, adapted_layers(Adapter(4, 8, (), four_bits=True), str(start)), CPU)
+    in_four_bits_by(reference, adapted_layers(Adapter(4, 8, (), four_bits=True), str(start)), CPU)
     torch.testing.assert_close(logits(reference), logits(learner(start, quantize="nf4").model))
     begun = tmp_path / "begun"
     begun.mkdir()
@@ -150,7 +150,7 @@ def test_a_reference_is_what_the_policy_began_as(start: Path, tmp_path: Path) ->
     as_begun = LoraConfig(rank=4, alpha=8, start=str(begun), quantize="nf4")
     assert len(adapted_layers(Adapter.of(as_begun), str(start))) == 2, "those of the adapter that it begins as"
     some = load_model(str(start), "float32", CPU)
-    move_in_four_bits(some, adapted_layers(Adapter(4, 8, ("q_proj",), four_bits=True), str(start)), CPU)
+    in_four_bits_by(some, adapted_layers(Adapter(4, 8, ("q_proj",), four_bits=True), str(start)), CPU)
     assert sum(isinstance(module, FourBitLinear) for module in some.modules()) == 2, "of each layer, what is adapted"
 
 

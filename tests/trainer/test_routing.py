@@ -18,11 +18,12 @@ from penstock.protocols.messages import Batch, TakenGroup
 from penstock.protocols.packed_groups import pack_group
 from penstock.protocols.routing import Mixture, no_routing, routing_dtype, unknown
 from penstock.services.learning.batch import open_batch
+from penstock.services.modeling.by_trajectory import by_trajectory
 from penstock.services.modeling.experts import mixture_layers
 from penstock.services.modeling.families import MIXTURES, OUR_ATTENTION
 from penstock.services.modeling.load import attention_of, with_head
 from penstock.services.modeling.logprobs import logprobs
-from penstock.services.modeling.packing import by_trajectory, plan_rows
+from penstock.services.modeling.packing import plan_rows
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.routing import Recorder, Replay, mixture_of
 from penstock.services.modeling.state_mixers import take_packed_rows

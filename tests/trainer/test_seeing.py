@@ -14,9 +14,10 @@ import torch
 
 from penstock.protocols.experience import PICTURE, Group, Prompt, Sampling, Trajectory
 from penstock.services.data.picture_files import PictureError, open_picture, size_of
+from penstock.services.modeling.by_trajectory import by_trajectory
 from penstock.services.modeling.load import empty_model, load_config, load_model
 from penstock.services.modeling.logprobs import layout_of, logprobs
-from penstock.services.modeling.packing import Layout, by_trajectory, plan_passes, plan_rows
+from penstock.services.modeling.packing import Layout, plan_passes, plan_rows
 from penstock.services.modeling.parallel import start
 from penstock.services.modeling.parallel.fsdp import forward, full
 from penstock.services.modeling.parallel.world import World
