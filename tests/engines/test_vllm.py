@@ -134,6 +134,25 @@ def test_what_drafts_tokens_is_read_from_its_files(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
+def test_a_request_that_a_live_core_has_lost_ends_the_engine(tmp_path: Path) -> None:
+    """Nobody would ever answer it."""
+    bench = Workbench(tmp_path, make_models(tmp_path), {**OPTIONS, "deadline_s": 2}, SamplingConfig())
+    bench.publish(0)
+    engine = bench.engine
+    engine.submit(bench.request(np.random.default_rng(0), n=1, max_new_tokens=90))
+    while not engine.gauges()["generated_tokens"]:
+        engine.step()
+    (lost,) = engine.llm.output_processor.request_states
+    engine.call(engine.llm.engine_core.abort_requests_async([lost]), 10, "lose it")
+    begun = time.monotonic()
+    with pytest.raises(EngineError, match=r"no token for \d+ s, though its core answers and 1 requests wait \(rollout"):
+        while time.monotonic() < begun + 30:
+            engine.step()
+    assert 9 < time.monotonic() - begun < 20
+    engine.close()
+
+
+@pytest.mark.slow
 def test_wrong_options_are_errors_that_name_the_key(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("model")
     models = make_models(folder)

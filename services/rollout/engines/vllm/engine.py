@@ -37,6 +37,7 @@ from penstock.services.rollout.engines.vllm.cause import Said
 from penstock.services.rollout.engines.vllm.processes import end_all, started_since, wrong_with
 from penstock.services.rollout.engines.vllm.prompts import BLIND, check_shown, shown_prompt
 from penstock.services.rollout.engines.vllm.results import as_recorded, completion_of
+from penstock.services.rollout.engines.vllm.stall import Stall
 from penstock.services.rollout.engines.vllm.statistics import Load
 from penstock.services.runtime.errors import LibraryError, SetupError
 from penstock.services.weights.buffers import HostBuffer
@@ -52,7 +53,8 @@ AHEAD = -1
 FREED_S, MEMORY = 30.0, re.compile(r"memory|CUDA error", re.IGNORECASE)
 """So long memory may be missing that the dead had; and what is said of it."""
 MOVES = 5
-"""So many times as long as for anything else the weights may take to leave a device, or to come back."""
+"""So many times as long as for anything else the weights may take to leave a device, or to come back, and the first
+token of what is waited for to come."""
 DEADLINE = "rollout.engine.deadline_s"
 SHUTDOWN_S = 1.0
 """Its engine core is given this long to end; there is nothing that it would lose."""
@@ -100,7 +102,7 @@ class VllmEngine(AsyncEngine):
         if beside and experts_of(model_config):
             raise SetupError("rollout.engine.adapter: beside is not for mixtures of experts; use merged")
         self._load = Load()
-        self._requests, self._loads, self._salt = 0, 0, "-1"
+        self._requests, self._answering, self._loads, self._salt = 0, 0, 0, "-1"
         self._loading = False
         """It is awake in part, for the version that is to be loaded."""
         self._shared: list[HostBuffer] = []
@@ -223,8 +225,7 @@ class VllmEngine(AsyncEngine):
         """What our weight-transfer engine in the workers is told (`worker.ShadowUpdate`)."""
         if isinstance(version, ReceivedVersion):
             return dataclasses.asdict(version)
-        memory = version
-        return {"path": memory.path, "offset": memory.offset, "layout": memory.layout.model_dump_json()}
+        return {"path": version.path, "offset": version.offset, "layout": version.layout.model_dump_json()}
 
     def gauges(self) -> dict[str, float]:
         """See `base.Engine.gauges`."""
@@ -303,9 +304,13 @@ class VllmEngine(AsyncEngine):
     async def _answer(self, prompt: dict[str, Any], parameters: Any, name: str, **how: Any) -> Any:
         self._requests += 1
         name = f"{name}-{self._requests}"
-        async for result in self.llm.generate(prompt, parameters, name, lora_request=self._adapter, **how):
-            if result.finished:
-                return result
+        self._answering += 1
+        try:
+            async for result in self.llm.generate(prompt, parameters, name, lora_request=self._adapter, **how):
+                if result.finished:
+                    return result
+        finally:
+            self._answering -= 1
         raise EngineError(f"vLLM ended request {name} without a result")
 
     async def _score(self, tokens: list[int]) -> np.ndarray:
@@ -373,15 +378,18 @@ class VllmEngine(AsyncEngine):
             raise LibraryError(f"rollout.engine.vllm: vLLM could not start: {said.cause() or error}") from error
 
     async def _watch(self) -> None:
-        """Notices a dead engine core while nothing is asked of it, and one that hangs."""
-        asked = time.monotonic()
+        """Notices a dead engine core while nothing is asked of it, one that hangs, and one that stalls."""
+        asked, stall = time.monotonic(), Stall(MOVES * self._config.deadline_s)
         while True:
             await asyncio.sleep(0.2)
             if self.llm.errored:
                 self.fail("an engine process died")
             elif time.monotonic() - asked > self._config.deadline_s / 4:
                 try:
-                    await asyncio.wait_for(self.llm.is_paused(), self._deadline_s)
+                    paused = await asyncio.wait_for(self.llm.is_paused(), self._deadline_s)
+                    waiting = 0 if paused else self._answering
+                    if wrong := stall.look(time.monotonic(), self._load.generated, waiting):
+                        self.fail(f"{wrong} ({DEADLINE}, {MOVES} times)")
                 except TimeoutError:
                     self.fail(f"no answer for {self._deadline_s:g} s ({DEADLINE})")
                 except Exception as error:
