@@ -8,7 +8,6 @@ The answers' tokens stay what they are; only what stands before them changes. HÃ
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -18,13 +17,11 @@ import structlog
 from penstock.protocols.experience import PICTURE, UNSAMPLED, Prompt, Trajectory
 from penstock.protocols.routing import no_routing
 from penstock.services.learning.batch import TrainingBatch
+from penstock.services.reward.truth import answered
 from penstock.services.trainer.advantage_config import SelfDistillationAdvantage
 from penstock.services.turns.tokenizer import TextError, Tokenizer
 
 log = structlog.get_logger()
-
-_THOUGHT = re.compile(r"\A(?:(?!<think>).)*?</think>\s*|<think>.*?</think>\s*", re.DOTALL)
-"""Some templates put its beginning into the prompt."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ class SelfTeacher:
         return bool(step.rewards[place] >= self.config.success)
 
     def _text(self, trajectory: Trajectory) -> str:
-        return trajectory.text if self.config.thinking else _THOUGHT.sub("", trajectory.text)
+        return trajectory.text if self.config.thinking else answered(trajectory.text)
 
     def _ask(self, prompt: Prompt, solution: str) -> np.ndarray:
         """int32 ``[tokens]``: the teacher's prompt."""

@@ -118,6 +118,12 @@ def test_no_truth_and_a_whole_row_are_nothing_to_compare_with(function: Callable
         function("4", {"question": "2 + 2?", "answer": "4"})
 
 
+def test_what_was_only_thought_is_no_part_of_an_answer() -> None:
+    assert exact_match("<think>Rome?</think>\n\nParis", "Paris") == exact_match("Rome?</think> Paris", "Paris") == 1.0
+    assert exact_match("<think>Rome?</think>\n\nParis", "Paris", strip=False) == 1.0
+    assert exact_match(" Paris", "Paris", strip=False) == 0.0 == exact_match("<think>Paris", "Paris")
+
+
 def test_overlong_answers_lose_evenly() -> None:
     assert [overlong(length, longest=100, buffer=20) for length in (10, 80, 90, 100, 500)] == [0, 0, -0.5, -1, -1]
     with pytest.raises(ValueError, match="buffer=200"):

@@ -55,6 +55,8 @@ def test_a_pattern_that_is_none_is_an_error() -> None:
         ("I think it is (D), since A cat has four legs", "D", 1.0),
         ("C, since that is what I think", "C", 1.0),
         ("no idea", "A", 0.0),
+        ("So the answer is (C)? No.</think>(B)", "B", 1.0),
+        ("<think>The answer is B, or", "B", 0.0),
     ],
 )
 def test_the_letter_that_is_chosen(response: str, truth: Any, reward: float) -> None:
@@ -85,6 +87,8 @@ def test_a_truth_that_is_no_letter_is_an_error() -> None:
         ("NYC", ["New York City", "nyc"], 1.0),
         ("", "x", 0.0),
         (42, 42, 1.0),
+        ("<think>Rome? No, it is Paris.</think>\n\nParis", "Paris", 1.0),
+        ("Rome? It is Paris.</think>Rome", "Paris", 0.0),
     ],
 )
 def test_shared_words(response: Any, truth: Any, reward: float) -> None:

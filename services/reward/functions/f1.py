@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.services.reward.truth import as_text
+from penstock.services.reward.truth import answered, as_text
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -14,12 +14,14 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 def f1(response: str, truth: Any, pattern: str | None = None, exact: bool = False) -> float:
     """The harmonic mean of precision and recall of the response's words, from 0.0 to 1.0: capitals, punctuation and
-    English articles do not count. ``truth`` is text, or a list of good answers, of which the best counts. ``pattern``:
-    the last of it in the response is the answer, or its first group is, e.g. ``<answer>(.*?)</answer>``; 0.0 where
-    there is none. ``exact``: 1.0 where all words agree in their order, else 0.0."""
+    English articles do not count, nor do thoughts. ``truth`` is text, or a list of good answers, of which the best
+    counts. ``pattern``: the last of it in the response is the answer, or its first group is, e.g.
+    ``<answer>(.*?)</answer>``; 0.0 where there is none. ``exact``: 1.0 where all words agree in their order, else
+    0.0."""
     goods = truth if isinstance(truth, Sequence) and not isinstance(truth, str) else [truth]
     if not goods:
         raise ValueError("the truth is an empty list: there is no good answer")
+    response = answered(response)
     wanted = [_words(as_text(good)) for good in goods]  # first, so that a truth that is no text is told of anyway
     if pattern is not None:
         found = list(re.finditer(pattern, response, re.DOTALL))
