@@ -35,4 +35,5 @@ def load_of(config: Config, response: float, prompt: float = PROMPT) -> Load:
     each = config.gate.groups_per_step * max(1.0, response)
     given = config.rollout.given.answers * each
     group = config.sampling.trajectories
-    return Load(group * each, float(prompt + response), float(prompt), given, group)
+    tokens, length = group * each, float(prompt + response)
+    return Load(tokens, length, float(prompt), given, group, config.reference_in_trainer)

@@ -54,6 +54,8 @@ class Load:
     """Of `tokens`, those of answers that nobody samples."""
     group: int = 1
     """Trajectories that have the same prompt."""
+    in_trainer: bool = False
+    """The trainer goes over it once more in a reference's place (`reference.in_trainer`)."""
 
     @property
     def response(self) -> float:
@@ -105,7 +107,9 @@ def _stage_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) -
     """What is gathered of the model travels beside the arithmetic, all else does not."""
     passes = _passes(shape, trainer, load)
     forward = _forward_flops(shape, load, trainer.tokens_per_micro_batch)
-    flops = trainer.epochs * _flops(shape, trainer, load, forward) + _passes_before(trainer) * forward
+    flops = (
+        trainer.epochs * _flops(shape, trainer, load, forward) + (_passes_before(trainer) + load.in_trainer) * forward
+    )
     arithmetic = flops / trainer.ranks / (device.tflops * 1e12 * FLOPS_SHARE)
     sums = 0.0 if trainer.lora else 1 if keeps_whole_gradients(trainer, shape, device.gib) else passes
     gathered = _gathered(shape, trainer, passes, sums) / _between(trainer.ranks // trainer.replicas, device)

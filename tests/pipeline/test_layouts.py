@@ -105,6 +105,17 @@ def test_the_embedded_engine_is_laid_out_where_all_its_slots_fit() -> None:
         assert not plan(load(BIG, [engine.format(48), *overrides(config, layout)])).problems
 
 
+def test_a_reference_within_the_trainer_takes_the_trainers_time() -> None:
+    given = ["trainer.lora.rank=32", "reference.in_trainer=true"]
+    config = load(BIG, given)
+    step, device = load_of(config, half_of_the_longest(config)), devices_of("8xH100")[1]
+    without = load_of(load(BIG, [*given, ALONE]), half_of_the_longest(config))
+    shape = shape_of(config)
+    assert shape and step == replace(without, in_trainer=True)
+    more = train_s(shape, config.trainer, step, device) - train_s(shape, config.trainer, without, device)
+    assert more == pytest.approx(forward_s(shape, config.trainer.ranks, step, device, 8192), rel=0.2)
+
+
 def test_references_over_several_gpus_are_dealt_with_all_of_them() -> None:
     config, found = searched(["reference.gpus=2"], "4xH200")
     apart = [layout for layout in found if not layout.colocated]
