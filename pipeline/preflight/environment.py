@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.pipeline.config import Config, PretrainedModel, TinyModel
 from penstock.pipeline.models.characters import SEEN_PROMPTS, UNKNOWN
-from penstock.pipeline.preflight import told_tools
+from penstock.pipeline.preflight import call_parsers, told_tools
 from penstock.pipeline.preflight.data import check_length
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.preflight.rewards import ANSWER, TRIAL_S
@@ -45,6 +45,8 @@ def _look_at(config: Config, environment: EnvironmentConfig, key: str, row: Prom
         report.here += [f"{key}.options.{lack}" for lack in lacks]
         return
     with report.collect():
+        if environment.tools:
+            call_parsers.try_parser(environment.tools.tool_calls, f"{key}.options.tool_calls")
         try:
             pool = EnvironmentPool(environment, key)
         except ConnectionError as error:  # in a run it is tried again

@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib.util
 
 from penstock.pipeline.config import Config, PretrainedModel
-from penstock.pipeline.preflight import told_tools
+from penstock.pipeline.preflight import call_parsers, told_tools
 from penstock.pipeline.preflight.report import Report
 from penstock.protocols.mailbox import AddressError
 from penstock.services.gateway import ports
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install
-from penstock.services.runtime.plugins import user_code
-from penstock.services.turns.tool_calls import TEMPLATE, VLLM, Call, by_text
 
 KEY = "gateway.tool_calls"
 
@@ -27,7 +25,7 @@ def look(config: Config, report: Report) -> None:
             name for name in ("fastapi", "jsonschema_rs", "uvicorn") if importlib.util.find_spec(name) is None
         ]:
             raise SetupError(f"gateway.count: {' and '.join(missing)} is missing; run: {install('agents')}")
-        _try_parser(gateway.tool_calls)
+        call_parsers.try_parser(gateway.tool_calls, KEY)
         try:
             for index in range(gateway.count):
                 ports.listen("gateway.http", *ports.http_at(gateway, index)).close()
@@ -51,22 +49,3 @@ def _look_at_template(config: Config, report: Report) -> None:
         return
     if tokenizer.has_template:
         told_tools.look_at_agents(path, tokenizer, config.gateway.tool_calls, report)
-
-
-def _try_parser(name: str) -> None:
-    """On words that need not hold a call. A library's is looked for when a gateway starts: it needs the tokenizer."""
-    if name == TEMPLATE:
-        return
-    if name.startswith(VLLM):
-        if importlib.util.find_spec("vllm") is None:
-            raise SetupError(f"{KEY}: {name} needs vLLM where the gateway runs; run: {install('vllm')}")
-        return
-    find = by_text(name, KEY)
-    with user_code(KEY, name):
-        found = find("sort ba")
-    whole = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str) and isinstance(found[1], list)
-    if not whole or not all(isinstance(call, Call) for call in found[1]):
-        raise SetupError(
-            f"{KEY}: {name} returned {type(found).__name__}; it must return the text that is left, and a list of "
-            "penstock.services.turns.tool_calls.Call"
-        )

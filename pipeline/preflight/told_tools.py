@@ -10,6 +10,8 @@ import numpy as np
 from penstock.pipeline.preflight.report import Report
 from penstock.protocols.experience import Prompt
 from penstock.services.environments.tool_calls import BEGIN, as_called
+from penstock.services.turns.channels import CHANNEL
+from penstock.services.turns.tool_calls import FORMS, HARMONY
 
 if TYPE_CHECKING:
     from penstock.services.turns.tokenizer import Tokenizer
@@ -45,9 +47,11 @@ def other_form(form: str, template: str) -> str:
     looked for, and what to do; empty: nothing speaks for that."""
     if form in ("hermes", "xml") and "<arg_key>" in template:
         return (
-            "tells of <arg_key> in <tool_call>, as GLM's, which none of hermes, xml and json reads: have agents play "
-            "the tasks, with gateway.tool_calls=vllm:glm45 or a function of yours, or give model.chat_template"
+            "tells of <arg_key> in <tool_call>, as GLM's, which none of hermes, xml and json reads: set it to "
+            "vllm:glm45, where vLLM is installed, or to a function of yours, or give model.chat_template"
         )
+    if form in FORMS and CHANNEL in template:
+        return f"tells of {CHANNEL}, as gpt-oss', where calls are in channels: set it to {HARMONY}"
     if form == "hermes" and BEGIN["xml"] in template:
         return f"tells of {BEGIN['xml']}NAME> in <tool_call>, and not of JSON there: set it to xml"
     if form in BEGIN and BEGIN[form] not in template:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.services.turns.tool_calls import Form, as_written, read_call
@@ -20,6 +21,17 @@ def calls_in(answer: str, form: Form, schemas: Mapping[str, Mapping[str, Any]], 
     ['{"name": "add", "arguments": {"a": 1}}']
     """
     return as_written(answer, form, schemas, thinking)[1]
+
+
+def in_hermes(text: str, calls: Iterable[tuple[str, Any]]) -> str:
+    """``text``, and behind it names and arguments of ``calls`` as Hermes writes them.
+
+    >>> in_hermes("Well.", [("add", {"a": 1})])
+    'Well.\\n<tool_call>\\n{"name": "add", "arguments": {"a": 1}}\\n</tool_call>'
+    """
+    written = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
+    asked = [f"<tool_call>\n{call}\n</tool_call>" for call in written]
+    return "\n".join([*([text] if text or not asked else []), *asked])
 
 
 def as_called(

@@ -70,7 +70,7 @@ class Tools:
 
     async def step(self, answer: str, thinking: bool = False) -> Turn:
         """See docs/environments.md."""
-        calls = calls_in(answer, self._box.config.tool_calls, self._box.arguments, thinking)
+        calls = calls_in(answer, self._box.config.form, self._box.arguments, thinking)
         if not calls:
             return Turn(reward=await self.finish() or 0.0, done=True)
         most, longest = self._box.config.calls, self._box.config.longest

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from penstock.services.runtime.nearest import nearest
 from penstock.services.runtime.settings import Section
 from penstock.services.runtime.user_folders import lacks_command
-from penstock.services.turns.tool_calls import Form
+from penstock.services.turns.tool_calls import FORMS, Form, named_parser
 
 READY = {"python": "penstock.services.environments.python_tool:python_tool"}
 """Tools that are there by name: what makes each, from the options of its own."""
@@ -160,10 +160,11 @@ class ToolsConfig(Section):
     """Servers whose tools the policy may call, e.g. ``[{command: "uvx mcp-server-fetch"}]``."""
     python: PythonConfig = PythonConfig()
     """Limits of the tool ``python``, e.g. ``{seconds: 10}``."""
-    tool_calls: Form = "hermes"
+    tool_calls: str = "hermes"
     """How the policy calls them, as its chat template has taught it, e.g. ``json``. ``hermes``: JSON between
     ``<tool_call>`` and ``</tool_call>``, as Qwen 2.5 and 3; ``xml``: ``<function=NAME>`` there, as Qwen3-Coder;
-    ``json``: the whole answer is one call or a list of some, as Llama 3 and Mistral."""
+    ``json``: the whole answer is one call or a list of some, as Llama 3 and Mistral; ``harmony``, in channels, as
+    gpt-oss; ``template``, ``vllm:NAME`` and ``module:function`` as of `gateway.tool_calls`."""
     calls: int = Field(16, ge=1)
     """Calls in a turn, e.g. ``4``; of what is above, the policy reads that."""
     longest: int = Field(8_000, ge=1)
@@ -176,6 +177,13 @@ class ToolsConfig(Section):
             if name not in READY and ":" not in name:
                 raise ValueError(f"{name!r} is neither module:function nor one of {', '.join(sorted(READY))}")
         return value
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _is_a_parser(cls, value: str) -> str:
+        if value == "none":
+            raise ValueError("'none' calls nothing; name the form in which the policy calls its tools, e.g. hermes")
+        return named_parser(value)
 
     @field_validator("class_")
     @classmethod
@@ -193,6 +201,12 @@ class ToolsConfig(Section):
         if "python" in self.model_fields_set and "python" not in self.functions:
             raise ValueError("python: these are limits of a tool that is not given; add python to functions")
         return self
+
+    @property
+    def form(self) -> Form:
+        """In which the environment reads calls: what it does not know itself, whoever has the tokenizer has read
+        before, and written as Hermes."""
+        return next((form for form in FORMS if form == self.tool_calls), "hermes")
 
     def options_of(self, name: str) -> Any:
         """Of a ready tool."""

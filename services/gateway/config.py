@@ -47,10 +47,10 @@ class GatewayConfig(Section):
     comes. See docs/agents.md."""
     tool_calls: str = "hermes"
     """How the policy asks for tools, e.g. ``none``: not at all; ``hermes``: by JSON in ``<tool_call>``, as Qwen's;
-    ``xml``: by ``<function=NAME>`` there, as Qwen3-Coder's; ``json``: the whole answer is one call or a list of some,
-    as Llama 3's and Mistral's; ``template``: as the tokenizer's ``response_template`` says; ``vllm:llama3_json``: by
-    vLLM's parser of that name; or a ``module:function`` of your own that takes what it said and returns the text that
-    is left, and the calls. See docs/agents.md."""
+    ``xml``: by ``<function=NAME>`` there, as Qwen3-Coder's; ``json``: the whole answer is one call or a list of
+    some, as Llama 3's and Mistral's; ``harmony``: in channels, as gpt-oss'; ``template``: as the tokenizer's
+    ``response_template`` says; ``vllm:llama3_json``: by vLLM's parser of that name; or a ``module:function`` of
+    your own that takes what it said and returns the text that is left, and the calls. See docs/agents.md."""
 
     thoughts: Literal["inline", "apart"] = "inline"
     """How agents are told what an answer begins with that is only thought, up to ``</think>``: ``inline``, in its

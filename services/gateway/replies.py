@@ -10,23 +10,10 @@ from typing import Any
 import numpy as np
 
 from penstock.protocols.messages import Lease
-from penstock.services.turns import library_parsers
 from penstock.services.turns.answers import Answer
+from penstock.services.turns.library_parsers import parser_of
 from penstock.services.turns.tokenizer import Tokenizer
-from penstock.services.turns.tool_calls import (
-    FORMS,
-    TEMPLATE,
-    THINK,
-    UNTHINK,
-    VLLM,
-    Call,
-    Parser,
-    Said,
-    behind_thoughts,
-    by_text,
-    careful,
-    in_form,
-)
+from penstock.services.turns.tool_calls import THINK, UNTHINK, Call, Said, behind_thoughts
 
 KEY = "gateway.tool_calls"
 THOUGHTS = "reasoning_content"
@@ -38,7 +25,7 @@ class Replies:
 
     def __init__(self, text: Tokenizer, tool_calls: str, apart: bool = False) -> None:
         """``apart``: what an answer begins with and is only thought is no part of its content (`THOUGHTS`)."""
-        self._text, self._parser, self._apart = text, careful(_parser(tool_calls, text)), apart
+        self._text, self._parser, self._apart = text, parser_of(tool_calls, text, KEY), apart
 
     def message(
         self,
@@ -103,15 +90,3 @@ class Replies:
 def _call_id(lease: Lease, place: int, turn: int, index: int) -> str:
     """Nine letters and digits: Mistral's templates take no other."""
     return hashlib.sha256(f"{lease.purpose}-{lease.number}-{place}-{turn}-{index}".encode()).hexdigest()[:9]
-
-
-def _parser(name: str, text: Tokenizer) -> Parser:
-    """The one that the config names. Raises `SetupError`."""
-    if name == TEMPLATE:
-        return library_parsers.of_template(text, KEY)
-    if name.startswith(VLLM):
-        return library_parsers.of_vllm(name.removeprefix(VLLM), text, KEY)
-    if form := next((form for form in FORMS if form == name), None):
-        return lambda said: in_form(form, said.text, said.thinking, said.tools)
-    find = by_text(name, KEY)
-    return lambda said: find(said.text)

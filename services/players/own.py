@@ -17,6 +17,7 @@ from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.environments.past import MOST_LOST
 from penstock.services.environments.pool import EnvironmentPool
 from penstock.services.environments.sessions import LOST
+from penstock.services.environments.tool_calls import in_hermes
 from penstock.services.players.base import Played, PlayError, as_messages, in_parts, said_to
 from penstock.services.turns.tool_calls import Form
 
@@ -33,7 +34,7 @@ class OwnPlayer:
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self._config, self._pool, self._numbers = config, EnvironmentPool(config), itertools.count()
-        self._form: Form = config.tools.tool_calls if config.tools else "hermes"
+        self._form: Form = config.tools.form if config.tools else "hermes"
 
     async def open(self) -> None:
         """See `Player.open`."""
@@ -98,11 +99,10 @@ def _measured(turns: int, metrics: Mapping[str, float]) -> dict[str, float]:
 def as_said(reply: Reply, form: Form = "hermes") -> str:
     """What a class is told: the text, and each call as Hermes writes them, whatever the model's own way is; where it
     reads calls in ``json``, a list of them and nothing else. As XML it reads Hermes' too."""
-    asked = [json.dumps({"name": name, "arguments": arguments}) for name, arguments, _ in reply.calls]
-    if asked and form == "json":
-        return f"[{', '.join(asked)}]"
-    calls = [f"<tool_call>\n{call}\n</tool_call>" for call in asked]
-    return "\n".join([*([reply.text] if reply.text or not calls else []), *calls])
+    calls = [(name, arguments) for name, arguments, _ in reply.calls]
+    if calls and form == "json":
+        return json.dumps([{"name": name, "arguments": arguments} for name, arguments in calls])
+    return in_hermes(reply.text, calls)
 
 
 def _messages(observation: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""Parsers of libraries for how a model family asks for tools: the tokenizer's own template, and vLLM's."""
+"""How a model family asks for tools, by its parser's name: forms of our own, and libraries' parsers, which are the
+tokenizer's own template and vLLM's."""
 
 from __future__ import annotations
 
@@ -7,10 +8,41 @@ import json
 from typing import Any
 
 from penstock.services.runtime.errors import SetupError
+from penstock.services.turns.harmony_calls import in_harmony
 from penstock.services.turns.tokenizer import Tokenizer
-from penstock.services.turns.tool_calls import Call, Parser, Said, behind_thoughts
+from penstock.services.turns.tool_calls import (
+    FORMS,
+    HARMONY,
+    TEMPLATE,
+    VLLM,
+    Call,
+    Parser,
+    Said,
+    behind_thoughts,
+    by_text,
+    careful,
+    in_form,
+)
 
 _TOOLS = json.dumps([{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}])
+
+
+def parser_of(name: str, text: Tokenizer, key: str) -> Parser:
+    """The one that the config's ``key`` names; where it raises all is text. Raises `SetupError`."""
+    return careful(_named(name, text, key))
+
+
+def _named(name: str, text: Tokenizer, key: str) -> Parser:
+    if name == HARMONY:
+        return in_harmony
+    if name == TEMPLATE:
+        return of_template(text, key)
+    if name.startswith(VLLM):
+        return of_vllm(name.removeprefix(VLLM), text, key)
+    if form := next((form for form in FORMS if form == name), None):
+        return lambda said: in_form(form, said.text, said.thinking, said.tools)
+    find = by_text(name, key)
+    return lambda said: find(said.text)
 
 
 def of_template(text: Tokenizer, key: str) -> Parser:
@@ -19,7 +51,7 @@ def of_template(text: Tokenizer, key: str) -> Parser:
     if not text.has_response_template:
         raise SetupError(
             f"{key}: template: the model's tokenizer has no response_template; name one of vLLM's parsers "
-            "(vllm:qwen3_xml), hermes, json, xml, none, or a function of yours"
+            "(vllm:qwen3_xml), hermes, json, xml, harmony, or a function of yours"
         )
 
     def parse(said: Said) -> tuple[str, list[Call]]:
@@ -39,7 +71,7 @@ def of_vllm(name: str, text: Tokenizer, key: str) -> Parser:
         parsers = importlib.import_module("vllm.tool_parsers").ToolParserManager
         protocol = importlib.import_module("vllm.entrypoints.openai.chat_completion.protocol")
     except ImportError as error:
-        raise SetupError(f"{key}: vllm:{name}: vLLM is not installed where the gateway runs: {error}") from None
+        raise SetupError(f"{key}: vllm:{name}: vLLM is not installed here: {error}") from None
     if name not in parsers.list_registered():
         raise SetupError(f"{key}: vLLM has no parser {name!r}; it has {', '.join(parsers.list_registered())}")
     made, plain = parsers.get_tool_parser(name), _cached(text.plain)

@@ -234,14 +234,24 @@ PARSERS: dict[str, Callable[[str], tuple[str, list[Call]]]] = {
     **{form: partial(in_form, form) for form in FORMS},
     "none": plain,
 }
-TEMPLATE, VLLM = "template", "vllm:"
-"""Names of libraries' parsers: the tokenizer's own; and what vLLM's begin with."""
+HARMONY, TEMPLATE, VLLM = "harmony", "template", "vllm:"
+"""Names of parsers that read special tokens, too: gpt-oss', the tokenizer's own; and what vLLM's begin with."""
 
 
 def by_text(name: str, key: str) -> Callable[[str], tuple[str, list[Call]]]:
     """The one that the config's ``key`` names, of those that read text alone: one of `PARSERS`, or
     ``module:function``."""
     return PARSERS[name] if name in PARSERS else load_plugin(name, key)
+
+
+def named_parser(value: str) -> str:
+    """``value``, where it names a parser. Raises `ValueError`."""
+    if value in PARSERS or value in (HARMONY, TEMPLATE) or value.startswith(VLLM) or ":" in value:
+        return value
+    raise ValueError(
+        f"{value!r} is none of {', '.join(PARSERS)}, {HARMONY}, {TEMPLATE}, {VLLM}NAME of one of vLLM's parsers, and "
+        "no module:function"
+    )
 
 
 def careful(parse: Parser) -> Parser:

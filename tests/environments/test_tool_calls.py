@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from penstock.services.environments.tool_calls import calls_in
-from penstock.services.gateway import replies
+from penstock.services.turns.library_parsers import parser_of
 from penstock.services.turns.tool_calls import Form, Said
 
 SCHEMAS = {"days": {"properties": {"first": {"type": "string"}, "count": {"type": "integer"}}}}
@@ -70,7 +70,7 @@ def test_a_thought_that_the_template_has_begun_calls_nothing(form: Form, call: s
 def test_a_gateway_finds_the_calls_that_an_environment_runs(form: Form, said: str, left: str | None) -> None:
     functions = [{"name": name, "parameters": schema} for name, schema in SCHEMAS.items()]
     told = json.dumps([{"type": "function", "function": function} for function in functions])
-    content, calls = replies._parser(form, cast(Any, None))(Said(said, said, told))
+    content, calls = parser_of(form, cast(Any, None), "tool_calls")(Said(said, said, told))
     assert content == (said if left is None else left)
     run = [json.loads(call) for call in calls_in(said, form, SCHEMAS)] if left is not None else []
     assert [{"name": call.name, "arguments": call.arguments} for call in calls] == [

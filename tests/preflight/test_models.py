@@ -210,7 +210,8 @@ def test_an_environments_first_words_have_room_and_tell_of_its_tools(policy: Pat
     assert not found and "does not say <tool_call>, so the policy may call tools in another form" in report.notes[0]
     found, report = begun(path, "{% if tools %}<tool_call>{% endif %}" + PLAIN)
     assert not found and not report.notes
-    for says, remedy in (("<function=", "set it to xml"), ("<arg_key>", "gateway.tool_calls=vllm:glm45")):
+    asks = (("<function=", "set it to xml"), ("<arg_key>", "to vllm:glm45"), ("<|channel|>", "set it to harmony"))
+    for says, remedy in asks:
         found, report = begun(path, f"{{% if tools %}}<tool_call>{says}{{% endif %}}{PLAIN}")
         assert not found and f"tool_calls=hermes: the chat template of {path} tells of {says}" in report.notes[0]
         assert remedy in report.notes[0]

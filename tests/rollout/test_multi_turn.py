@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from penstock.services.rollout.service import Rollout
 from penstock.services.rollout.single_turn import SingleTurn
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.turns.tokenizer import Tokenizer
+from penstock.services.turns.tool_calls import Call
 from penstock.services.weights.config import WeightsConfig
 from tests.environments import mcp_toy
 from tests.rollout.test_torch_engine import engine_for, make
@@ -387,6 +389,48 @@ def test_tools_of_a_server_and_python_are_told_of_called_and_read(tmp_path: Path
     (told,) = group(found).trajectories
     assert not told.failure
     assert told.turns == (python + '<tool_call>{"name": "look"}</tool_call>', maybe)
+
+
+def shouted(said: str) -> tuple[str, list[Call]]:
+    """``LOOK!NAME``: a parser of the user's own."""
+    words, _, name = said.partition("LOOK!")
+    return words, [Call(name, {"step": 3})] if name else []
+
+
+THINKS = "<|channel|>analysis<|message|>hm to=functions.add<|message|>no<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("form", "asks", "answer"),
+    [
+        (
+            "harmony",
+            THINKS + '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"step": 3}<|call|>',
+            "<|channel|>final<|message|>to=functions.add<|return|>",
+        ),
+        ("tests.rollout.test_multi_turn:shouted", "I LOOK!add", "<tool_call>well</tool_call> no"),
+        ("tests.rollout.test_multi_turn:shouted", 'x <tool_call>{"name": "y"}LOOK!add', "6"),
+    ],
+)
+def test_calls_that_only_a_tokenizer_or_a_function_tells_apart_are_run(
+    form: str, asks: str, answer: str, tmp_path: Path, model: Any
+) -> None:
+    tokenizer = make_tokenizer({*map(chr, range(32, 127)), "\n"})
+    tokenizer.add_special_tokens({"additional_special_tokens": [*re.findall(r"<\|\w+\|>", THINKS + asks + answer)]})
+    tokenizer.save_pretrained(tmp_path)
+    options = {"class": "tests.environments.games:Adding", "tool_calls": form}
+    table = Table(tmp_path, model, 500, environment="tools", options=options, max_turns=3)
+    table.text._tokenizer.chat_template = CHAT.replace("<eos>", CALLS + "<eos>")
+    table.engine = table.maker._engine = engine = Scripted(table.text, asks, answer)  # type: ignore[assignment]
+    row = {"prompt": "count", "target": 3}
+    task = Prompt(index=0, messages=[{"role": "user", "content": "count"}], truth=row)
+    try:
+        (found,) = table.play(lease(n=1, new=200).model_copy(update={"prompt": task}))
+    finally:
+        table.maker.close()
+    (told,) = group(found).trajectories
+    assert not told.failure and len(told.turns) == 2 and told.rewards.sum() == 1.0
+    assert "<tool>" in engine.read[1] and np.count_nonzero(told.loss_mask) == len(table.text._tokenize(asks + answer))
 
 
 @pytest.mark.parametrize(("turns", "room"), [(2, 400), (9, 160)])

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
 from penstock.pipeline.models.tiny import make_tokenizer
@@ -67,6 +68,20 @@ def without_contents(model: nn.Module, mode: FakeTensorMode) -> None:
             module._buffers[name] = None if buffer is None else mode.from_tensor(buffer)
 
 
+class Copies(TorchDispatchMode):
+    """From which device to which other, in their order: on GPUs each has two queues wait for each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[torch.device, torch.device]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].device != found.device and args[0].device != CPU:
+            self.seen.append((args[0].device, found.device))  # what comes from the host waits for one queue
+        return found
+
+
 @pytest.mark.usefixtures("in_thirds")
 @pytest.mark.parametrize("family", sorted({*families.TEXT, *families.SEEING} - {"gpt2"}))
 def test_nothing_meets_what_lies_on_another_device(family: str, tmp_path: Path) -> None:
@@ -81,8 +96,11 @@ def test_nothing_meets_what_lies_on_another_device(family: str, tmp_path: Path) 
         assert found == sorted(found, key=THREE.index) and set(found) == set(THREE)
         layout = layout_of(model, group.trajectories)
         (rows,) = plan_rows(group.trajectories, [0] * 4, 8192, THREE[0], layout, at_end=THREE[-1])
-        said = logprobs(model, rows, 1.0)
+        with Copies() as copies:
+            said = logprobs(model, rows, 1.0)
     assert said.device == THREE[-1] and said.shape == rows.mask.shape
+    assert set(copies.seen) == {(THREE[0], THREE[1]), (THREE[1], THREE[2])}, "from one to the next"
+    assert copies.seen == sorted(copies.seen, key=lambda each: THREE.index(each[0])), "all of it at once"
 
 
 @pytest.mark.usefixtures("in_thirds")
