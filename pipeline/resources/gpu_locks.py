@@ -31,8 +31,8 @@ def claim(folder: Path, gpus: list[str], count: int, kind: str = "") -> list[str
     Raises `SetupError` where there are not so many."""
     if count > len(gpus):
         raise SetupError(
-            f"trainer.ranks, rollout.engine.vllm.tensor_parallel_size: {count} GPUs are wanted for one process group, "
-            f"and there are {len(gpus)} here"
+            f"trainer.ranks, rollout.engine.vllm.tensor_parallel_size, or a scorer's gpus: {count} GPUs are wanted for "
+            f"one process, or group of them, and there are {len(gpus)} here"
         )
     taken: list[str] = []
     for turn in range(SHARERS):

@@ -102,15 +102,16 @@ class HostNeeds:
         return 2 * self.version
 
     def beside(self, kind: str, config: Config) -> float:
-        """Of one rollout, reference or critic on a machine, beside `PROCESS_GIB` of each of its processes there; 0 of
-        other actors."""
+        """Of one rollout, reference, critic or built-in scorer on a machine, beside `PROCESS_GIB` of each of its
+        processes there; 0 of other actors."""
         mixed = (config.reference.mix < 1) * 4 / DTYPE_BYTES[config.model.dtype]  # in fp32, while it is made
         held = {
             "rollout": self.received + self.routing + self.asleep(config),
             "reference": self.reference * (1 + mixed),
             "critic": (self.critic + self.critic_offloaded + self.critic_activations) / config.critic.nodes,
         }
-        return held.get(kind, 0.0)
+        scorer = config.scorers.get(kind)
+        return _model_gib(config, scorer) if scorer else held.get(kind, 0.0)
 
     def compose(self, config: Config) -> dict[str, str]:
         """The variables of docker-compose.yml that depend on the model, for a file ``.env``."""
@@ -184,7 +185,9 @@ def host_needs(config: Config) -> HostNeeds | None:
     learned = critic_shape(config) or shape
     shares = config.run.colocated and shares_devices(config)
     critic, of_critic = _critic(learned, config.critic, shares) if config.with_critic else (0.0, 0.0)
-    scorers = sum(scorer.count * _asleep(config, scorer) for scorer in config.scorers.values() if not scorer.own_gpus)
+    scorers = sum(
+        scorer.count * _model_gib(config, scorer) for scorer in config.scorers.values() if not scorer.own_gpus
+    )
     steps = config.trainer.steps or 0  # where nobody has counted them: none stay for ever
     checkpoints = config.trainer.checkpoint.kept(steps) * state + config.critic.checkpoint.kept(steps) * critic
     kept = _activations(shape, config.trainer)
@@ -243,8 +246,9 @@ def _activations(shape: Shape, learner: LearnerConfig) -> float:
     return learner.ranks * shape.layers * block / GIB
 
 
-def _asleep(config: Config, scorer: ScorerConfig) -> float:
-    """GiB of a built-in scorer's model; 0 where its sizes are not known here."""
+def _model_gib(config: Config, scorer: ScorerConfig) -> float:
+    """GiB of a built-in scorer's model, which is on the host as it is loaded, and while it sleeps; 0 where its sizes
+    are not known here."""
     path = scorer.options.get("path") if scorer.built_in else None
     shape = shape_of(config, str(path)) if path else None
     return _version(shape) if shape else 0.0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
-from itertools import islice
+from itertools import cycle, islice
 
 from penstock.pipeline.config import Config, ConfigError
 from penstock.services.critic.config import shares_devices
@@ -43,9 +42,9 @@ def place(config: Config, gpus: list[str]) -> dict[str, str]:
     if wanted > len(gpus):
         many = ", ".join(f"{name} {count}" for name, count in each.items())
         raise ConfigError(
-            f"this run wants {wanted} GPUs ({many}), and there are {len(gpus)}; use fewer rollouts (rollout.count) or "
-            "ranks (trainer.ranks, critic.ranks), set trainer.algorithm.kl.coefficient=0, or have others start "
-            "them (run.elsewhere, penstock join)"
+            f"this run wants {wanted} GPUs ({many}), and there are {len(gpus)}; use fewer rollouts (rollout.count), "
+            "ranks (trainer.ranks, critic.ranks) or GPUs of scorers (reference.gpus), set "
+            "trainer.algorithm.kl.coefficient=0, or have others start them (run.elsewhere, penstock join)"
         )
     return _in_order(gpus, each)
 
@@ -93,15 +92,29 @@ def seated(config: Config, gpus: list[str], wanting: Mapping[str, int]) -> dict[
             "smaller ones (rollout.engine.vllm.tensor_parallel_size)"
         )
     others = {name: count for name, count in wanting.items() if name not in engines}
-    if others and (widest := max(others, key=lambda name: others[name])) and others[widest] > len(gpus):
+    widest = max(others, key=lambda name: others[name], default="")
+    if others.get(widest, 0) > len(gpus):
         kind = widest.partition("-")[0]
         raise ConfigError(
             f"run.placement=colocated: {widest} wants {others[widest]} GPUs, and trainer.ranks={config.trainer.ranks} "
             f"has {len(gpus)} here, which are its too; use fewer "
             f"({kind if kind == 'reference' else f'scorers.{kind}'}.gpus)"
         )
-    seats = itertools.cycle(reversed(gpus))
+    seats = cycle(reversed(gpus))
     return _in_order(gpus, engines) | {name: ",".join(islice(seats, count)) for name, count in others.items()}
+
+
+def seats_of(config: Config, kind: str, number: int) -> list[int]:
+    """Which of the trainer's GPUs, by their places, the guest ``number`` of this ``kind``, not a rollout, has among
+    those of one machine: as `seated` deals them."""
+    specs, ranks, before = registry.actors(config), config.trainer.ranks, 0
+    for each in guests_beside_rollouts(config):
+        gpus = specs[each].gpus(config)
+        if each == kind:
+            first = before + number * gpus
+            return [ranks - 1 - seat % ranks for seat in range(first, first + gpus)]
+        before += specs[each].count(config) * gpus
+    return []
 
 
 def joining_guests(config: Config) -> dict[str, int]:

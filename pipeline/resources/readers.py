@@ -67,8 +67,10 @@ def scorer_gib(config: Config, kind: str) -> float | None:
 
 def _reading_gib(shape: Shape, weights: float, tokens: int, gpus: int) -> float:
     """Of so many bytes of ``weights``, dealt out over ``gpus``, in a forward pass over so many ``tokens``: the GPU that
-    has most has up to half a layer more than its share."""
-    weights = weights / gpus + (weights / shape.layers / 2 if gpus > 1 else 0.0)
+    has most has up to a layer more than its share, and a head that is the embedding too is there twice."""
+    if gpus > 1:
+        weights += shape.head * shape.tied * shape.served_bytes
+        weights = weights / gpus + weights / shape.layers
     wide = 3 * (shape.beside if shape.experts else shape.intermediate)
     wide += shape.chosen * (2 * shape.hidden + 3 * shape.intermediate) if shape.experts else 0
     inner = shape.served_bytes * tokens * (8 * shape.hidden + wide) / GIB

@@ -29,7 +29,7 @@ from penstock.pipeline.resources.memory import (
     trainer_of,
 )
 from penstock.pipeline.resources.model_shape import critic_shape, shape_of
-from penstock.pipeline.resources.placement import sharers
+from penstock.pipeline.resources.placement import guests_beside_rollouts, sharers
 from penstock.pipeline.resources.readers import readers_each
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, forward_s, rest_s, switch_s, train_s
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
@@ -37,6 +37,7 @@ from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.modeling.lengths import longest_sequence
 from penstock.services.reference.config import PASSES_EACH
 from penstock.services.rollout.config import VLLM_DEFAULT, TorchEngineConfig, VllmEngineConfig
+from penstock.services.runtime import registry
 from penstock.services.runtime.gpu_kinds import MACHINE, Device
 from penstock.services.trainer.config import LoraConfig, TrainerConfig
 
@@ -195,7 +196,8 @@ def _colocated(
 ) -> Iterator[Layout]:  # fmt: skip
     """Rollouts, references, and a critic, on the GPUs of a trainer that has all that no scorer has."""
     ranks = count - gpus_but(config, ("trainer", *sharers(config)))
-    if ranks < 1 or (ranks > MACHINE and ranks % MACHINE):
+    wide = [registry.actors(config)[kind].gpus(config) for kind in guests_beside_rollouts(config)]
+    if ranks < 1 or (ranks > MACHINE and ranks % MACHINE) or max(wide, default=0) > min(ranks, MACHINE):
         return
     (each, beside), critics = readers_each(config, ranks), critics_each(config)
     room = (device.gib - (1 + critics) * OVERHEAD_GIB - beside) / device.gib

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.resources.loads import longest_response, most_at_once
-from penstock.pipeline.resources.placement import guests, is_guest
+from penstock.pipeline.resources.placement import is_guest, seats_of
 from penstock.pipeline.simulate.clock import Clock, Event
 from penstock.pipeline.simulate.costs import Costs
 from penstock.pipeline.simulate.critic import Critic
@@ -97,10 +97,8 @@ class World:
         )  # fmt: skip
         self._columns = {kind: [c for c in columns if c.scorer == kind] for kind in {c.scorer for c in columns}}
         counts = {kind: registry.actors(config)[kind].count(config) for kind in self._columns}
-        others = [kind for kind in guests(config) if kind in counts]
-        before = {kind: sum(counts[each] for each in others[:place]) for place, kind in enumerate(others)}
         self._scorers = {
-            kind: Scorer(self.clock, counts[kind], partial(self._beside_engine, before[kind])) if self._sleeps(kind)
+            kind: Scorer(self.clock, counts[kind], partial(self._beside_engines, kind)) if self._sleeps(kind)
             else Scorer(self.clock, counts[kind])
             for kind in self._columns if kind != REWARD
         }  # fmt: skip
@@ -296,13 +294,14 @@ class World:
     def _sleeps(self, kind: str) -> bool:
         return self._config.run.colocated and is_guest(self._config, kind)
 
-    def _beside_engine(self, before: int, scorer: int, begins: bool) -> None:
-        """A scorer that is a guest computes in the place of the engine whose GPU it has (`placement.seated`)."""
-        ranks, each = self._config.trainer.ranks, registry.actors(self._config)["rollout"].gpus(self._config)
-        engine = (ranks - 1 - (before + scorer) % ranks) // max(1, each)
-        apart = self._config.reference.device == "cpu" or self._costs.cores is not None  # whose cores the clock shares
-        if engine < len(self._rollouts) and not apart:
-            self._rollouts[engine].engine.hold(begins)
+    def _beside_engines(self, kind: str, scorer: int, begins: bool) -> None:
+        """A scorer that is a guest computes in the place of the engines whose GPUs it has."""
+        each = max(1, registry.actors(self._config)["rollout"].gpus(self._config))
+        if self._config.reference.device == "cpu" or self._costs.cores is not None:  # whose cores the clock shares
+            return
+        for engine in {seat // each for seat in seats_of(self._config, kind, scorer)}:
+            if engine < len(self._rollouts):
+                self._rollouts[engine].engine.hold(begins)
 
     def _trained(self, made: list[Finished], tokens: int, seconds: float) -> None:
         self.clock.ends()

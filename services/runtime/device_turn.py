@@ -54,6 +54,8 @@ def devices_here(device: str, count: int = 0) -> tuple[str, ...]:
     """The first ``count`` GPUs that this process may use (0: all of them), or this machine's CPU, each by a name that
     is the same to all containers of the machine."""
     gpus = [] if device.startswith("cpu") else visible_gpus()
+    if ":" in device:  # one by its number, which is not looked for here
+        count = 0
     if not gpus:
         return (f"cpu-{machine()}",)
     known = {name: gpu.uuid for name, gpu in chosen_gpus().items()}

@@ -128,6 +128,13 @@ def test_reference_and_critic_are_counted_by_models_of_their_own() -> None:
     (problem,) = plan(load(Path("configs/grpo-0.5b.yaml"), cut)).problems
     assert "do not fit a GPU of 40 GiB; set reference.gpus=2, or the coefficient to 0, or take a smaller" in problem
     assert not plan(load(Path("configs/grpo-0.5b.yaml"), [*cut, "reference.gpus=2"])).problems
+    apart = [
+        reference_gib(load(Path("configs/grpo-0.5b.yaml"), [kl, f"reference.gpus={gpus}"])) or 0.0 for gpus in (1, 2)
+    ]
+    head, layers = 151936 * 896 * 2 / 2**30, 24
+    weights = 494.03e6 * 2 / 2**30
+    expected = (weights + head) / 2 + (weights + head) / layers - weights
+    assert apart[1] - apart[0] == pytest.approx(expected, abs=0.02), "the head, which is the embedding, is there twice"
     config = load(Path("configs/grpo-0.5b.yaml"), ["reference.path=no/such-model", kl])
     assert not plan(config).problems and reference_gib(config) is None, "its sizes are not known here"
 

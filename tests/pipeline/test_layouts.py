@@ -125,7 +125,12 @@ def test_references_over_several_gpus_are_dealt_with_all_of_them() -> None:
     load_ = load_of(config, half_of_the_longest(config))
     one, two = (reference_s(each, load_, devices_of("4xH200")[1]) for each in (load(BIG), config))
     assert two == pytest.approx(one * (1 + 1 / 8) / 2), "some are idle at both ends of four passes each"
-    assert readers_each(config, 4)[0] == 1 and readers_each(config, 1)[0] == 2
+    assert readers_each(config, 4)[0] == 1 and readers_each(config, 2)[0] == 1
+    assert not searched(["reference.gpus=2"], "1xH200")[1], "nobody shares a GPU with itself"
+    wide = [layout for layout in found if layout.colocated]
+    assert wide and all(layout.trainer.ranks >= 2 for layout in wide)
+    for layout in found:
+        place(load(BIG, ["reference.gpus=2", *overrides(config, layout)]), ["0", "1", "2", "3"])
 
 
 def test_several_references_may_lie_on_one_gpu() -> None:

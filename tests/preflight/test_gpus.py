@@ -18,7 +18,7 @@ from penstock.pipeline.resources import gpu_locks
 from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.host import HostNeeds, host_needs, registered_share, to_scale, too_small
 from penstock.pipeline.resources.model_shape import shape_of
-from penstock.pipeline.resources.placement import place
+from penstock.pipeline.resources.placement import place, seats_of
 from penstock.pipeline.run.serve import environment
 from penstock.services.modeling.load import ModelError, device_of
 from penstock.services.modeling.parallel.world import local_device
@@ -233,6 +233,8 @@ def test_colocated_all_but_the_trainer_have_its_gpus() -> None:
     assert total_gpus(small(*keys)) == 2 and total_gpus(small(*keys, "critic.own_gpus=true", "critic.ranks=2")) == 4
     wide = place(small(*keys[:3], teacher.replace("gpus: 1", "gpus: 2"), KL, "trainer.ranks=3"), ["0", "1", "2"])
     assert [wide[name] for name in ("reference-0", "wise-0", "wise-1")] == ["2", "1,0", "2,1"]
+    ranks = small(*keys[:3], teacher.replace("gpus: 1", "gpus: 2"), KL, "trainer.ranks=3")
+    assert [seats_of(ranks, *who) for who in (("reference", 0), ("wise", 0), ("wise", 1))] == [[2], [1, 0], [2, 1]]
     apart = place(small(*keys, "critic.own_gpus=true", "scorers.wise.own_gpus=true"), ["0", "1", "2", "3", "4"])
     assert apart["trainer"] == "0,1" and {apart["critic"], apart["wise-0"], apart["wise-1"]} == {"2", "3", "4"}
 

@@ -47,6 +47,16 @@ def test_layers_are_dealt_by_their_bytes() -> None:
     assert dealt([10, 10, 10], 0, 60, 2) == [0, 0, 0], "the head alone is more than a half"
 
 
+def test_a_tied_matrix_counts_on_both_ends(tmp_path: Path) -> None:
+    sizes = {**TINY, "vocab_size": 2048, "num_hidden_layers": 8}
+    Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True)).save_pretrained(tmp_path)
+    model, mode = load_model(str(tmp_path), "float32", CPU), FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        spread.spread(model, THREE[:2], THREE[1], "reference.gpus")
+    layers = [next(layer.parameters()).device for layer in model.model.layers]
+    assert layers == [THREE[0]] * 4 + [THREE[1]] * 4 and model.lm_head.weight.device == THREE[1]
+
+
 @pytest.fixture
 def in_thirds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny layers are so small beside embedding and head that some devices would have none."""
