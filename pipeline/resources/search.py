@@ -34,8 +34,8 @@ from penstock.pipeline.resources.readers import readers_each
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, forward_s, rest_s, switch_s, train_s
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
 from penstock.services.modeling.decoder_shape import Shape
+from penstock.services.modeling.filling import PASSES_EACH
 from penstock.services.modeling.lengths import longest_sequence
-from penstock.services.reference.config import PASSES_EACH
 from penstock.services.rollout.config import VLLM_DEFAULT, TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.runtime.gpu_kinds import MACHINE, Device

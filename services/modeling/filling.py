@@ -6,6 +6,10 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
+PASSES_EACH = 4
+"""Where a model lies on several GPUs, passes for each of them that are begun together: while the first ones and the
+last are under way some have nothing to do."""
+
 
 def fill(sizes: Sequence[int], room: int, multiple: int = 1) -> list[list[int]]:
     """Numbers of ``sizes`` that go together, at most ``room`` in all (a larger one stands alone): in few, by best fit,

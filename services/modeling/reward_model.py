@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +103,23 @@ class RewardModel:
         self._column, self._budget, self._longest = column, tokens_per_batch, max_length
         self._resting = Resting(self._device)
 
+    def at_once(self, groups: Sequence[Group]) -> int:
+        """See `custom_scorer.Together`: as many as have, together, about the tokens of a forward pass."""
+        sizes = itertools.accumulate(sum(len(each.tokens) for each in group.trajectories) for group in groups)
+        return max(1, sum(size <= self._budget for size in sizes))
+
     def score_group(self, group: Group, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The grade of each trajectory: float32 ``[trajectories]``."""
-        texts = [self._encode(group, trajectory.text) for trajectory in group.trajectories]
-        return {self._column: np.concatenate([self._grade(part) for part in self._batches(texts)])}
+        return self.score_groups([group], [columns])[0]
+
+    def score_groups(
+        self, groups: Sequence[Group], columns: Sequence[Mapping[str, np.ndarray]]
+    ) -> list[dict[str, np.ndarray]]:
+        """The same, of each of ``groups``."""
+        texts = [self._encode(group, trajectory.text) for group in groups for trajectory in group.trajectories]
+        grades = np.concatenate([self._grade(part) for part in self._batches(texts)])
+        ends = itertools.accumulate(len(group.trajectories) for group in groups)
+        return [{self._column: mine} for mine in np.split(grades, [*ends][:-1])]
 
     def sleep(self) -> None:
         """Gives its device's memory back, until `wake`."""

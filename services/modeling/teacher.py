@@ -3,22 +3,19 @@ there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 import torch
 
 from penstock.protocols.columns import top_columns
-from penstock.protocols.experience import Group
-from penstock.services.modeling.by_trajectory import by_trajectory
-from penstock.services.modeling.head import compute_head_in
-from penstock.services.modeling.load import devices_of, load_model, vocabulary_of
-from penstock.services.modeling.logprobs import Places, layout_of, logprobs, of_logits
-from penstock.services.modeling.packing import Rows, plan_rows
-from penstock.services.modeling.resting import Resting
-from penstock.services.modeling.sight import give_sight, resting_sight
-from penstock.services.modeling.spread import spread
+from penstock.protocols.experience import Group, Trajectory
+from penstock.services.modeling.frozen_model import FrozenModel
+from penstock.services.modeling.load import devices_of, vocabulary_of
+from penstock.services.modeling.logprobs import Places, logprobs, of_logits
+from penstock.services.modeling.packing import Rows
+from penstock.services.modeling.pinned import to_host
 from penstock.services.modeling.taught import over_top
 from penstock.services.modeling.token_statistics import token_statistics
 from penstock.services.runtime.errors import SetupError
@@ -40,53 +37,62 @@ class Teacher:
     ) -> None:  # fmt: skip
         if head_dtype not in (None, "float32"):
             raise SetupError(f"options.head_dtype: {head_dtype!r}; set it to float32 or null")
-        self._devices = devices_of(device, gpus, "options.device", "gpus")
-        self._device, self._at_end = self._devices[0], self._devices[-1]
-        self._model = load_model(path, dtype, torch.device("cpu"), "options.path").eval()
-        compute_head_in(self._model, head_dtype)
-        give_sight(self._model, path, dtype, self._device, "options.path")
-        spread(self._model, self._devices, self._at_end, "gpus")
-        self._column, self._temperature, self._budget, self._k = column, temperature, tokens_per_batch, top_k or 0
-        self._resting = Resting(self._device)
-        if self._k > vocabulary_of(self._model):
-            raise SetupError(f"options.top_k={self._k}: {path} has {vocabulary_of(self._model)} tokens; take no more")
+        devices = devices_of(device, gpus, "options.device", "gpus")
+        self._frozen = FrozenModel(path, dtype, devices, tokens_per_batch, "options.path", "gpus", head_dtype)
+        self._column, self._temperature, self._k = column, temperature, top_k or 0
+        if self._k > (known := vocabulary_of(self._frozen.model)):
+            raise SetupError(f"options.top_k={self._k}: {path} has {known} tokens; take no more")
 
-    @torch.inference_mode()
+    def at_once(self, groups: Sequence[Group]) -> int:
+        """See `custom_scorer.Together`."""
+        return self._frozen.at_once(groups)
+
     def score_group(self, group: Group, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Log-probabilities, natural logarithm: float32 ``[tokens of all trajectories]``, 0 where nothing was
         sampled. With `top_k` also `columns.top_columns`, flat."""
-        group.check_ids(vocabulary_of(self._model))
-        found = list(group.trajectories)
-        layout = layout_of(self._model, found)
-        numbers = [group.number] * len(found)
-        passes = plan_rows(found, numbers, self._budget, self._device, layout, at_end=self._at_end)
-        tops: dict[int, np.ndarray] = {}
+        return self.score_groups([group], [columns])[0]
 
-        def compute(part: Rows) -> torch.Tensor:
+    def score_groups(
+        self, groups: Sequence[Group], columns: Sequence[Mapping[str, np.ndarray]]
+    ) -> list[dict[str, np.ndarray]]:
+        """The same, of each of ``groups``."""
+        for group in groups:
+            self._frozen.check(group)
+        tops: dict[int, tuple[Callable[[], torch.Tensor], int, int]] = {}
+        model, wide = self._frozen.model, 2 * self._k + 2
+
+        def compute(trajectories: Sequence[Trajectory], part: Rows) -> torch.Tensor:
             if not self._k:
-                return logprobs(self._model, part, self._temperature)
-            stated = of_logits(self._model, part, self._stated, 2 * self._k + 2)
-            ends = part.mask.sum(1).cumsum(0).tolist()
-            for index, values in zip(part.index, np.split(stated[1:].T.cpu().numpy(), ends[:-1]), strict=True):
-                # What a trajectory begins with is predicted by nothing.
-                tops[index] = np.pad(values, ((int(found[index].loss_mask[0]), 0), (0, 0)))
+                return logprobs(model, part, self._temperature)
+            stated = of_logits(model, part, self._stated, wide)
+            found = to_host(stated[1:].T.contiguous())
+            for index, first, end in _sampled(trajectories, part.index):
+                tops[index] = found, first, end
             return part.scatter(stated[0].float())
 
-        rows = {self._column: np.concatenate(by_trajectory(found, passes, compute, len(self._devices)))}
-        if not self._k:
-            return rows
-        every = np.concatenate([tops[index] for index in range(len(found))])
+        rows = iter(enumerate(self._frozen.of_each(groups, compute)))
+        found = []
+        for group in groups:
+            mine = [next(rows) for _ in group.trajectories]
+            said = {self._column: np.concatenate([values for _, values in mine])}
+            if self._k:
+                own = zip(group.trajectories, mine, strict=True)
+                said |= self._tops(np.concatenate([_behind(t, *tops[place]) for t, (place, _) in own]))
+            found.append(said)
+        return found
+
+    def _tops(self, every: np.ndarray) -> dict[str, np.ndarray]:
         ids, logs = (column.name for column in top_columns(self._column, self._k, ""))
         logs_16 = np.maximum(every[:, self._k :], np.finfo(np.float16).min).astype(np.float16)
-        return rows | {ids: every[:, : self._k].astype(np.int32).reshape(-1), logs: logs_16.reshape(-1)}
+        return {ids: every[:, : self._k].astype(np.int32).reshape(-1), logs: logs_16.reshape(-1)}
 
     def sleep(self) -> None:
-        """Gives its device's memory back, until `wake`."""
-        self._resting.rest(resting_sight(self._model), [*self._model.parameters(), *self._model.buffers()])
+        """Gives its devices' memory back, until `wake`."""
+        self._frozen.sleep()
 
     def wake(self) -> None:
-        """Takes its place on its device again."""
-        self._resting.wake()
+        """Takes its place on its devices again."""
+        self._frozen.wake()
 
     def _stated(self, logits: torch.Tensor, places: Places) -> torch.Tensor:
         """float64, which holds any id, ``[1 + k + k + 1, tokens]``: what is said of the sampled token, ids, and their
@@ -96,3 +102,16 @@ class Teacher:
         ids = logits.topk(self._k).indices
         logs = over_top(logits, logits.logsumexp(-1), ids)
         return torch.cat([said.double(), ids.T.double(), logs.T.double()])
+
+
+def _sampled(trajectories: Sequence[Trajectory], index: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Of each trajectory of a pass its place, and the first and the last but one of its numbers there."""
+    end = 0
+    for place in index:
+        first, end = end, end + int(np.count_nonzero(trajectories[place].loss_mask[1:] == 1))
+        yield place, first, end
+
+
+def _behind(trajectory: Trajectory, stated: Callable[[], torch.Tensor], first: int, end: int) -> np.ndarray:
+    """A trajectory's own of what is ``stated`` of a pass; what it begins with is predicted by nothing."""
+    return np.pad(stated()[first:end].numpy(), ((int(trajectory.loss_mask[0]), 0), (0, 0)))

@@ -6,10 +6,6 @@ from pydantic import Field
 
 from penstock.services.runtime.settings import Section
 
-PASSES_EACH = 4
-"""Where a model lies on several GPUs, passes for each of them that are begun together: while the first ones and the
-last are under way some have nothing to do."""
-
 
 class ReferenceConfig(Section):
     """The reference processes; none are started where nothing reads the column `reference`: no KL penalty, no teacher

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +14,11 @@ from penstock.protocols.columns import REFERENCE
 from penstock.protocols.experience import ExperienceError, Group
 from penstock.services.data.picture_files import PictureError
 from penstock.services.modeling import determinism
-from penstock.services.modeling.by_trajectory import by_trajectory
-from penstock.services.modeling.four_bit import in_four_bits_by
-from penstock.services.modeling.head import compute_head_in
-from penstock.services.modeling.load import check_vocabulary, devices_of, load_model, vocabulary_of
-from penstock.services.modeling.logprobs import layout_of, logprobs
-from penstock.services.modeling.lora import Adapter, adapted_layers
-from penstock.services.modeling.packing import plan_rows
-from penstock.services.modeling.resting import Resting, release
-from penstock.services.modeling.sight import check_shown, give_sight, resting_sight
-from penstock.services.modeling.spread import spread
-from penstock.services.reference.config import PASSES_EACH, ReferenceConfig
+from penstock.services.modeling.frozen_model import FrozenModel
+from penstock.services.modeling.load import check_vocabulary, devices_of
+from penstock.services.modeling.logprobs import logprobs
+from penstock.services.modeling.lora import Adapter
+from penstock.services.reference.config import ReferenceConfig
 from penstock.services.reference.mixing import mix_up_to
 from penstock.services.runtime import checkpoint_folders, device_turn, health
 from penstock.services.runtime.actor import ActorContext
@@ -41,40 +33,24 @@ log = structlog.get_logger()
 class Reference:
     """The frozen model. With ``alone`` it scores each group by itself: a group's numbers may depend on what else is in
     its batch, in the last bit. ``checkpoints``: where versions of the policy are that may take its place.
-    ``quantized``: of this adapter's model, whose matrices lie in 4 bits, it is a copy."""
+    ``quantized``: see `FrozenModel`."""
 
     def __init__(
         self, config: ReferenceConfig, model_path: str, dtype: str, temperature: float, alone: bool, checkpoints: Path,
         head_dtype: str | None = None, quantized: Adapter | None = None,
     ) -> None:  # fmt: skip
         self._config, self._temperature, self._alone = config, temperature, alone
-        self._dtype, self._head_dtype, self._checkpoints, self._version = dtype, head_dtype, checkpoints, 0
-        self._quantized = quantized
+        self._checkpoints, self._version = checkpoints, 0
         self._mixtures = checkpoints.parent / MIXTURES
         self._sources = [checkpoints] if config.mix == 1 else [checkpoints, self._mixtures]
         self._begun: int | None = None
         """The version that was due when it began: whoever did not save it then is not blamed."""
-        self._devices = devices_of(config.device, config.gpus, "reference.device", "reference.gpus")
-        self._device, self._at_end = self._devices[0], self._devices[-1]
-        self._at_once = config.tokens_per_batch * (PASSES_EACH * len(self._devices) if len(self._devices) > 1 else 1)
-        self._resting = Resting(self._device)
-        key = "reference.path" if config.path else "model.path"
-        check_vocabulary(model_path, config.path or model_path, key)
-        self._path, self._key = config.path or model_path, key
-        self._model = self._load(self._path, key)
-        self._take_place(self._model)
-
-    def _load(self, path: str, key: str) -> Any:
-        """On the host."""
-        model = load_model(path, self._dtype, torch.device("cpu"), key).eval()
-        if self._quantized:
-            in_four_bits_by(model, adapted_layers(self._quantized, path), self._device)
-        compute_head_in(model, self._head_dtype)
-        give_sight(model, self._path, self._dtype, self._device, self._key)
-        return model
-
-    def _take_place(self, model: Any) -> None:
-        spread(model, self._devices, self._at_end, "reference.gpus")
+        key, self._path = "reference.path" if config.path else "model.path", config.path or model_path
+        check_vocabulary(model_path, self._path, key)
+        devices = devices_of(config.device, config.gpus, "reference.device", "reference.gpus")
+        self._frozen = FrozenModel(
+            self._path, dtype, devices, config.tokens_per_batch, key, "reference.gpus", head_dtype, quantized
+        )
 
     def room(self, in_hand: int) -> int:
         """See `ReferenceConfig.groups_in_hand`."""
@@ -82,7 +58,7 @@ class Reference:
 
     def score(self, tasks: Sequence[ScoringTask], answer: Answer) -> Sequence[ScoringTask]:
         """Answers as many as fill a forward pass, before it returns."""
-        count = 1 if self._alone else self._fill(tasks)
+        count = 1 if self._alone else self._frozen.at_once([task.group for task in tasks])
         batch = [task for task in tasks[:count] if self._reads(task, answer)]
         if not batch:
             return tasks[count:]
@@ -95,20 +71,11 @@ class Reference:
     def _reads(self, task: ScoringTask, answer: Answer) -> bool:
         """The model knows its tokens; where not, that is the answer."""
         try:
-            task.group.check_ids(vocabulary_of(self._model))
-            check_shown(self._model, task.group.trajectories)
+            self._frozen.check(task.group)
         except (ExperienceError, PictureError) as error:
             answer(task, REFERENCE, unusable=str(error))
             return False
         return True
-
-    def _fill(self, tasks: Sequence[ScoringTask]) -> int:
-        """How many of the first ones have, together, the tokens of a forward pass, or of as many as keep all devices at
-        work; one may have more."""
-        sizes = itertools.accumulate(
-            _tokens(task.group, layout_of(self._model, task.group.trajectories) != "apart") for task in tasks
-        )
-        return max(1, sum(size <= self._at_once for size in sizes))
 
     def gauges(self) -> dict[str, float]:
         """Which version of the policy it is, where that changes."""
@@ -130,13 +97,7 @@ class Reference:
         if newest > self._version:
             health.beat()
             version, path = self._become(newest, found)
-            # On the host first: the device has room for one, and what cannot be loaded takes nobody's place.
-            newer = self._load(str(path), "reference.refresh_every")
-            self._model = None
-            self._resting.forget()
-            release(self._device)
-            self._take_place(newer)
-            self._model = newer
+            self._frozen.become(str(path), "reference.refresh_every")
             self._version = version
             log.info("the reference is refreshed", version=version)
         elif due - max(self._version, self._begun) > every:
@@ -152,32 +113,20 @@ class Reference:
         return mix_up_to(newest, found, self._checkpoints, self._mixtures, self._path, self._config.mix)
 
     def sleep(self) -> None:
-        """Gives its device's memory back."""
-        self._resting.rest(resting_sight(self._model), [*self._model.parameters(), *self._model.buffers()])
+        """Gives its devices' memory back."""
+        self._frozen.sleep()
 
     def wake(self) -> None:
-        """Takes its place on its device again."""
-        self._resting.wake()
+        """Takes its place on its devices again."""
+        self._frozen.wake()
 
     def close(self) -> None:
         """Nothing was started."""
 
-    @torch.inference_mode()
     def _logprobs(self, batch: list[Group]) -> list[np.ndarray]:
         """For each trajectory, float32 ``[tokens]``: 0 where nothing was sampled."""
-        trajectories = [trajectory for group in batch for trajectory in group.trajectories]
-        groups = [group.number for group in batch for _ in group.trajectories]
-        layout = layout_of(self._model, trajectories)
-        budget = self._config.tokens_per_batch
-        passes = plan_rows(trajectories, groups, budget, self._device, layout, at_end=self._at_end)
-        compute = partial(logprobs, self._model, temperature=self._temperature)
-        return by_trajectory(trajectories, passes, compute, len(self._devices))
-
-
-def _tokens(group: Group, share: bool) -> int:
-    """Of a group's rows, where its trajectories ``share`` their prompt; padding is not counted."""
-    prompt = min(int(trajectory.loss_mask.argmax()) for trajectory in group.trajectories) if share else 0
-    return sum(len(trajectory.tokens) - prompt for trajectory in group.trajectories) + prompt
+        model = self._frozen.model
+        return self._frozen.of_each(batch, lambda _, rows: logprobs(model, rows, self._temperature))
 
 
 def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:

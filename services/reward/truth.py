@@ -4,18 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.services.turns.tool_calls import aloud
-
-
-def answered(response: str) -> str:
-    """``response`` without what was only thought, and the space behind that.
-
-    >>> answered("Rome? No.</think>\\n\\nParis")
-    'Paris'
-    """
-    said = aloud(response)
-    return said if said == response else said.lstrip()
-
 
 def as_text(truth: Any) -> str:
     """The ``truth`` of a prompt as text. Raises `TypeError` where there is none, or where it is a whole row."""

@@ -10,14 +10,15 @@ class Surprise:                                   # scorers: {surprise: {scorer:
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import structlog
 from pydantic import Field, model_validator
 
 from penstock.protocols.columns import Column, ColumnError, Per, top_columns
+from penstock.protocols.experience import Group
 from penstock.services.runtime import device_turn, health
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.device_turn import Guest
@@ -135,6 +136,19 @@ class ScorerConfig(Section):
         return self
 
 
+@runtime_checkable
+class Together(Protocol):
+    """A class that scores several groups faster than one after the other."""
+
+    def at_once(self, groups: Sequence[Group]) -> int:
+        """How many of the first of ``groups`` it takes together."""
+
+    def score_groups(
+        self, groups: Sequence[Group], columns: Sequence[Mapping[str, np.ndarray]]
+    ) -> Sequence[Mapping[str, np.ndarray]]:
+        """``score_group`` of each."""
+
+
 def check_methods(made: Any, config: ScorerConfig, key: str) -> None:
     """Raises `SetupError` where ``made``, the class or what it makes, lacks what is called."""
     if not callable(getattr(made, "score_group", None)):
@@ -151,7 +165,8 @@ class CustomScorer:
     group after the other, and the process ends and another begins: its device, or whom it asks, may be gone.
     ``temperature``: the run's."""
 
-    def __init__(self, config: ScorerConfig, kind: str, temperature: float = 1.0) -> None:
+    def __init__(self, config: ScorerConfig, kind: str, temperature: float = 1.0, alone: bool = False) -> None:
+        """``alone``: each group is scored by itself."""
         key = f"scorers.{kind}"
         self._columns = {column.name: column for column in config.declared(kind)}
         self._config = config
@@ -161,7 +176,7 @@ class CustomScorer:
         except Exception as error:  # the user's own code
             raise SetupError(f"{key}: {config.scorer} cannot be made: {type(error).__name__}: {error}") from error
         check_methods(self._scorer, config, key)
-        self._key = key
+        self._key, self._alone = key, alone
         self._failed: set[Key] = set()
         """Groups since the last one that it could score."""
 
@@ -170,10 +185,13 @@ class CustomScorer:
         return self._config.groups_in_hand - in_hand
 
     def score(self, tasks: Sequence[ScoringTask], answer: Answer) -> Sequence[ScoringTask]:
-        """Answers one, and as many more as it can begin within `AT_ONCE_S`, before it returns."""
-        begun = time.monotonic()
+        """Answers one, and as many more as it can begin within `AT_ONCE_S`, before it returns; or those that the class
+        takes together. Of these one that it cannot score shows by itself."""
+        together, begun = self._together(tasks), time.monotonic()
+        if together > 1 and self._score_together(tasks[:together], answer):
+            return tasks[together:]
         for place, task in enumerate(tasks):
-            if place and time.monotonic() - begun > AT_ONCE_S:
+            if place >= together and time.monotonic() - begun > AT_ONCE_S:
                 return tasks[place:]
             health.beat()
             try:
@@ -210,10 +228,40 @@ class CustomScorer:
         """The class's own ``close``, if it has one."""
         getattr(self._scorer, "close", lambda: None)()
 
+    def _together(self, tasks: Sequence[ScoringTask]) -> int:
+        """How many of the first ones."""
+        if self._alone or len(tasks) < 2 or not isinstance(self._scorer, Together):
+            return 1
+        try:
+            return max(1, min(len(tasks), int(self._scorer.at_once([task.group for task in tasks]))))
+        except Exception as error:  # the user's own code
+            log.warning("groups are scored one by one", error=f"{type(error).__name__}: {error}", exc_info=True)
+            return 1
+
+    def _score_together(self, tasks: Sequence[ScoringTask], answer: Answer) -> bool:
+        """Whether all could be scored; nothing is answered where not."""
+        health.beat()
+        try:
+            assert isinstance(self._scorer, Together)
+            every = self._scorer.score_groups([task.group for task in tasks], [task.columns for task in tasks])
+            found = [self._checked(task, each) for task, each in zip(tasks, every, strict=True)]
+        except Exception as error:  # the user's own code
+            what = f"{type(error).__name__}: {error}"
+            log.warning("groups cannot be scored together: now one by one", groups=len(tasks), error=what)
+            return False
+        self._failed.clear()
+        for task, each in zip(tasks, found, strict=True):
+            for column in task.wanted:
+                answer(task, column, each[column])
+        return True
+
     def _score(self, task: ScoringTask) -> dict[str, np.ndarray]:
-        found = self._scorer.score_group(task.group, task.columns)
+        return self._checked(task, self._scorer.score_group(task.group, task.columns))
+
+    def _checked(self, task: ScoringTask, found: Any) -> dict[str, np.ndarray]:
+        """What the class has ``found``, of what is wanted. Raises `ColumnError`."""
         if not isinstance(found, dict) or not found.keys() >= set(task.wanted):
-            raise ColumnError(f"score_group returned {type(found).__name__} without {', '.join(task.wanted)}")
+            raise ColumnError(f"it returned {type(found).__name__} without {', '.join(task.wanted)}")
         trajectories = task.group.trajectories
         values = {name: np.asarray(found[name], self._columns[name].dtype) for name in task.wanted}
         tokens = sum(len(t.tokens) for t in trajectories)
@@ -229,6 +277,6 @@ def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:
     turn = None
     if config.run.colocated and not scorer.own_gpus:
         turn = device_turn.enter(context.folder, context.name, str(scorer.options.get("device") or "auto"), scorer.gpus)
-    made = CustomScorer(scorer, kind, config.rollout.sampling.temperature)
+    made = CustomScorer(scorer, kind, config.rollout.sampling.temperature, config.run.deterministic)
     guest = Guest(turn, made.sleep, made.wake) if turn else None
     return ScorerActor(kind, context, made, guest, **hung)

@@ -17,9 +17,9 @@ import structlog
 from penstock.protocols.experience import PICTURE, UNSAMPLED, Prompt, Trajectory
 from penstock.protocols.routing import no_routing
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.reward.truth import answered
 from penstock.services.trainer.advantage_config import SelfDistillationAdvantage
 from penstock.services.turns.tokenizer import TextError, Tokenizer
+from penstock.services.turns.tool_calls import answered
 
 log = structlog.get_logger()
 

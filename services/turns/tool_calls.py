@@ -113,6 +113,16 @@ def aloud(text: str, thinking: bool = False) -> str:
     return "".join(part for thought, part in thoughts_apart(text, thinking) if not thought)
 
 
+def answered(response: str) -> str:
+    """``response`` without what was only thought, and the space behind that.
+
+    >>> answered("Rome? No.</think>\\n\\nParis")
+    'Paris'
+    """
+    said = aloud(response)
+    return said if said == response else said.lstrip()
+
+
 def as_written(
     answer: str, form: Form, schemas: Mapping[str, Mapping[str, Any]], thinking: bool = False
 ) -> tuple[str, list[str]]:

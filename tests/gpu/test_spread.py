@@ -35,7 +35,7 @@ def test_a_reference_over_two_gpus_says_the_same(tmp_path: Path, note: Callable[
     for gpus in (1, 2):
         config = ReferenceConfig(gpus=gpus, tokens_per_batch=8192)
         reference = Reference(config, str(tmp_path), "bfloat16", 1.0, False, tmp_path)
-        layers = [next(layer.parameters()).device.index for layer in reference._model.model.layers]
+        layers = [next(layer.parameters()).device.index for layer in reference._frozen.model.model.layers]
         assert layers == sorted(layers) and set(layers) == set(range(gpus))
         for _ in range(2):
             begun, said, left = time.monotonic(), {}, tasks
@@ -44,7 +44,7 @@ def test_a_reference_over_two_gpus_says_the_same(tmp_path: Path, note: Callable[
             took[gpus] = time.monotonic() - begun
             found.setdefault(gpus, []).append(np.concatenate([said[task.group.number] for task in tasks]))
             reference.sleep()
-            assert not any(parameter.untyped_storage().nbytes() for parameter in reference._model.parameters())
+            assert not any(parameter.untyped_storage().nbytes() for parameter in reference._frozen.model.parameters())
             reference.wake()
         np.testing.assert_array_equal(*found[gpus])
         del reference

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ from penstock.services.reference.config import ReferenceConfig
 from penstock.services.reference.service import Reference
 from penstock.services.reward.config import RewardConfig
 from penstock.services.reward.service import Reward
-from penstock.services.runtime import checkpoint_folders
+from penstock.services.runtime import checkpoint_folders, custom_scorer
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.custom_scorer import BrokenScorerError, CustomScorer, ScorerConfig
 from penstock.services.runtime.scorer import Scorer, ScorerActor, ScoringTask
@@ -197,7 +197,7 @@ def test_a_reference_that_is_refreshed_is_on_its_device_once(tmp_path: Path, mon
         model.save_pretrained(tmp_path / folder)
     config = ReferenceConfig(device="meta", refresh_every=2)
     reference = Reference(config, str(tmp_path / "start"), "float32", 1.0, False, tmp_path)
-    first, moved, to = weakref.ref(reference._model), [], Qwen3ForCausalLM.to
+    first, moved, to = weakref.ref(reference._frozen.model), [], Qwen3ForCausalLM.to
 
     def move(newer: Qwen3ForCausalLM, device: torch.device) -> Qwen3ForCausalLM:
         moved.append((device.type, first() is None))
@@ -206,12 +206,12 @@ def test_a_reference_that_is_refreshed_is_on_its_device_once(tmp_path: Path, mon
     monkeypatch.setattr(Qwen3ForCausalLM, "to", move)
     reference._refresh(2)
     assert moved == [("cpu", False), ("meta", True)]
-    assert reference.gauges() == {"reference_version": 2.0} and reference._model.device.type == "meta"
-    serves = reference._model
+    assert reference.gauges() == {"reference_version": 2.0} and reference._frozen.model.device.type == "meta"
+    serves = reference._frozen.model
     (tmp_path / "step-000004" / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"reference\.refresh_every: cannot load the model in .*step-000004"):
         reference._refresh(4)
-    assert reference._model is serves and reference.gauges() == {"reference_version": 2.0}
+    assert reference._frozen.model is serves and reference.gauges() == {"reference_version": 2.0}
 
 
 def test_a_reference_that_is_mixed_is_the_same_whoever_makes_it(tmp_path: Path) -> None:
@@ -236,22 +236,22 @@ def test_a_reference_that_is_mixed_is_the_same_whoever_makes_it(tmp_path: Path) 
         wanted[version] = wanted[version - 2].lerp(weight(models[version]), 0.25)
     shutil.copytree(checkpoints, tmp_path / "late" / "checkpoints")
     (late := begin(tmp_path / "late"))._refresh(6)
-    assert torch.equal(weight(late._model), wanted[6])
+    assert torch.equal(weight(late._frozen.model), wanted[6])
     one, behind = begin(), begin()
     for step, version in ((1, 0), (3, 2), (4, 4)):
         one._refresh(step)
-        assert torch.equal(weight(one._model), wanted[version]) and one.gauges()["reference_version"] == version
+        assert torch.equal(weight(one._frozen.model), wanted[version]) and one.gauges()["reference_version"] == version
     assert not torch.equal(wanted[4], wanted[2]) and not torch.equal(wanted[4], weight(models[4]))
     shutil.rmtree(checkpoints / "step-000002")
     shutil.rmtree(checkpoints / "step-000004")
     again = begin()
     again._refresh(5)
-    assert torch.equal(weight(again._model), wanted[4])
+    assert torch.equal(weight(again._frozen.model), wanted[4])
     again._refresh(6)
-    assert torch.equal(weight(again._model), wanted[6])
+    assert torch.equal(weight(again._frozen.model), wanted[6])
     assert checkpoint_folders.versions(tmp_path / "reference") == [4, 6]
     behind._refresh(2)
-    assert torch.equal(weight(behind._model), wanted[4]), "the others have left 2 behind"
+    assert torch.equal(weight(behind._frozen.model), wanted[4]), "the others have left 2 behind"
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -281,7 +281,7 @@ def test_a_group_with_ids_that_the_reference_does_not_know_costs_itself_alone(tm
     reference = Reference(ReferenceConfig(device="cpu"), str(tmp_path), "float32", 1.0, False, tmp_path)
     groups = _groups(3)
     strange = groups[1].trajectories[0]
-    strange.tokens[-1] = reference._model.config.vocab_size
+    strange.tokens[-1] = reference._frozen.model.config.vocab_size
     said: dict[int, str] = {}
 
     def answer(task: ScoringTask, column: str, values: np.ndarray | None = None, unusable: str = "") -> None:
@@ -310,3 +310,53 @@ def test_a_scorer_that_fails_on_one_group_after_the_other_ends_its_process(tmp_p
         said = [score for message in broker.scores for score in message.scores]
     assert sum(bool(score.unusable) for score in said) < 8
     assert not is_own(BrokenScorerError("twice is not the end: whom it asks may be away"))
+
+
+class AtOnce:
+    """Three at once; of one it can say nothing."""
+
+    turns: ClassVar[list[list[int]]] = []
+
+    def at_once(self, groups: Sequence[Group]) -> int:
+        return 3
+
+    def score_groups(
+        self, groups: Sequence[Group], columns: Sequence[dict[str, np.ndarray]]
+    ) -> list[dict[str, np.ndarray]]:
+        assert len(groups) == len(columns)
+        self.turns.append([group.number for group in groups])
+        return [self._say(group) for group in groups]
+
+    def score_group(self, group: Group, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        self.turns.append([group.number])
+        return self._say(group)
+
+    def _say(self, group: Group) -> dict[str, np.ndarray]:
+        if group.number == 4:
+            raise ValueError("of four there is nothing to say")
+        return {"x": np.full(len(group.trajectories), group.number, np.float32)}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_class_that_takes_several_groups_is_given_them_and_a_bad_one_costs_itself(
+    alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AtOnce, "turns", [])
+    monkeypatch.setattr(custom_scorer, "AT_ONCE_S", -1.0)
+    config = ScorerConfig(scorer=f"{__name__}:AtOnce", columns={"x": "trajectory"})
+    scorer, found, refused = CustomScorer(config, "mine", alone=alone), {}, []
+
+    def answer(task: ScoringTask, column: str, values: np.ndarray | None = None, unusable: str = "") -> None:
+        if unusable:
+            refused.append((task.group.number, unusable))
+        else:
+            found[task.group.number] = values
+
+    left: Sequence[ScoringTask] = [ScoringTask(("train", g.number), g, ("x",), {}, 0) for g in _groups(8)]
+    while left:
+        left = scorer.score(left, answer)
+    singly = [[number] for number in range(8)]
+    assert AtOnce.turns == (singly if alone else [[0, 1, 2], [3, 4, 5], [3], [4], [5], [6, 7]])
+    ((number, why),) = refused
+    assert number == 4 and "of four there is nothing to say" in why
+    assert sorted(found) == [0, 1, 2, 3, 5, 6, 7] and all((values == n).all() for n, values in found.items())

@@ -32,6 +32,7 @@ from penstock.services.modeling.towers import decoder_of
 from penstock.services.reference import service
 from penstock.services.reference.config import ReferenceConfig
 from penstock.services.reference.service import Reference
+from penstock.services.runtime.custom_scorer import Together
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.scorer import ScoringTask
 from tests import families
@@ -216,6 +217,25 @@ def test_a_teacher_and_a_grader_on_several_devices_say_the_same(
     assert found.keys() == alone.keys() and len(found) == 4
     for name, values in found.items():
         np.testing.assert_allclose(values, alone[name], atol=1e-3 if "top" in name else 1e-5)
+
+
+def test_teachers_and_graders_say_of_several_groups_what_they_say_of_each(tmp_path: Path) -> None:
+    """Those that fill a pass; and of what each answer begins with as it stands in its own group."""
+    Qwen3ForCausalLM(Qwen3Config(**TINY)).save_pretrained(tmp_path / "teacher")
+    Qwen3ForSequenceClassification(Qwen3Config(**TINY, num_labels=1)).save_pretrained(tmp_path / "grader")
+    make_tokenizer(set("pt01")).save_pretrained(tmp_path / "grader")
+    random = np.random.default_rng(0)
+    groups = [make_group(random, number, n=3) for number in range(6)]
+    given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "tokens_per_batch": 60}
+    teachers = [Teacher(str(tmp_path / "teacher"), top_k=k, **given) for k in (0, 3)]
+    for scorer in (*teachers, RewardModel(str(tmp_path / "grader"), **given)):
+        assert isinstance(scorer, Together) and 1 <= scorer.at_once(groups) < 6
+        together = scorer.score_groups(groups, [{}] * 6)
+        for found, group in zip(together, groups, strict=True):
+            alone = score(scorer, group)
+            assert found.keys() == alone.keys()
+            for name, values in found.items():
+                np.testing.assert_allclose(values, alone[name], atol=1e-3 if "top" in name else 1e-5)
 
 
 def score(scorer: Any, group: Group) -> dict[str, np.ndarray]:

@@ -3,7 +3,8 @@
 import re
 from typing import Any
 
-from penstock.services.reward.truth import answered, as_text
+from penstock.services.reward.truth import as_text
+from penstock.services.turns.tool_calls import answered
 
 _SIGNS = re.compile(r"\\[()]|[$*]|</?\w{1,30}>")
 """What may stand around a letter: signs of formulas, stars, tags."""

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from penstock.services.reward.truth import answered, as_text
+from penstock.services.reward.truth import as_text
+from penstock.services.turns.tool_calls import answered
 
 
 def exact_match(response: str, truth: Any, strip: bool = True) -> float:

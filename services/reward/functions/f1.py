@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.services.reward.truth import answered, as_text
+from penstock.services.reward.truth import as_text
+from penstock.services.turns.tool_calls import answered
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
