@@ -76,4 +76,6 @@ class EnvironmentConfig(Section):
     def program(self, key: str = KEY) -> Program:
         """For a worker; ``key`` is where it stands in the config."""
         handler = TOOLS_HANDLER if self.environment == TOOLS else HANDLER
-        return Program(handler, REGISTRY.get(self.environment, self.environment), key, self.timeout_s, self.options)
+        shows = {"shows": True} if self.environment == TOOLS and self.pictures else {}
+        options = self.options | shows
+        return Program(handler, REGISTRY.get(self.environment, self.environment), key, self.timeout_s, options)

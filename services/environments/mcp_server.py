@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
+from penstock.services.environments.tool_results import Parts, of_server
 from penstock.services.environments.tools_config import McpServerConfig, with_variables
 from penstock.services.runtime.install import install
 from penstock.services.runtime.user_folders import folder_of
@@ -93,10 +94,10 @@ class McpServer:
             raise ConnectionError(f"{self.where}: {why}")
         return tools
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """What the policy reads: the result as text, or what went wrong behind ``error: ``. Begins the server where it
-        has not begun, and has ``start_s`` for that. Raises `ToolUnavailable` where it is not there within ``timeout_s``
-        from then on."""
+    async def call(self, name: str, arguments: dict[str, Any], shows: bool = False) -> Parts:
+        """What the policy reads: the result, or what went wrong behind ``error: ``. ``shows``: see `of_server`. Begins
+        the server where it has not begun, and has ``start_s`` for that. Raises `ToolUnavailable` where it is not there
+        within ``timeout_s`` from then on."""
         from mcp import MCPError
 
         self._open()
@@ -107,7 +108,7 @@ class McpServer:
             async with asyncio.timeout(self.config.timeout_s):
                 found = await self._called(name, arguments)
                 self._silent = 0
-                return _as_text(name, found)
+                return of_server(name, found, shows)
         except TimeoutError:
             if lost := self._why_lost():
                 waited = f"it was waited for {time.monotonic() - began:.3g} s"
@@ -115,15 +116,15 @@ class McpServer:
             self._silent += 1
             if self._client and self._silent >= MOST_SILENT and (self._asked is None or self._asked.done()):
                 self._asked = asyncio.create_task(self._ask(self._client))
-            return f"error: {name}: {self.config.name} did not answer within {self.config.timeout_s:g} s"
+            return (f"error: {name}: {self.config.name} did not answer within {self.config.timeout_s:g} s",)
         except MCPError as error:
             if self._http and self._http.lost:
                 raise ToolUnavailable(f"{self.where}: {self._http.lost}") from None
             if self._lost:
-                return f"error: {name}: {self.config.name} ended before it answered"
-            return f"error: {name}: {self._words(error)}"
+                return (f"error: {name}: {self.config.name} ended before it answered",)
+            return (f"error: {name}: {self._words(error)}",)
         except Exception as error:  # a result that breaks the protocol, say: the SDK raises what it likes
-            return f"error: {name}: {self._words(error)}"
+            return (f"error: {name}: {self._words(error)}",)
 
     async def close(self) -> None:
         """Ends the server, or the session."""
@@ -259,18 +260,6 @@ async def _listed(client: Client) -> list[Tool]:
         if cursor is None:
             break
     return tools
-
-
-def _as_text(name: str, result: CallToolResult) -> str:
-    """The texts of a result; of what is none, what it is."""
-    parts: list[str] = []
-    for block in result.content:
-        held = getattr(block, "resource", block)
-        text = getattr(held, "text", None)
-        about = getattr(held, "uri", None) or getattr(held, "mime_type", None) or ""
-        parts.append(text if text is not None else f"[{block.type} {about}]")
-    text = "\n".join(parts)
-    return f"error: {name}: {text}" if result.is_error else text
 
 
 def check_sdk() -> None:

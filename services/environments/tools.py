@@ -17,6 +17,7 @@ from penstock.services.environments.sessions import Sessions
 from penstock.services.environments.threads import at_once, called
 from penstock.services.environments.tool_calls import calls_in
 from penstock.services.environments.tool_class import Method, ToolObject
+from penstock.services.environments.tool_results import Parts, as_messages, of_returned
 from penstock.services.environments.toolbox import Remote, toolbox
 from penstock.services.environments.tools_config import READY
 from penstock.services.turns.tool_calls import read_call
@@ -50,7 +51,9 @@ class Tools:
     not told, and is the task's. ``options``: see `ToolsConfig`.
     """
 
-    def __init__(self, functions: Sequence[str] = (), **options: Any) -> None:
+    def __init__(self, functions: Sequence[str] = (), shows: bool = False, **options: Any) -> None:
+        """``shows``: the environment's ``pictures``."""
+        self._shows = shows
         self._box = toolbox(json.dumps({"functions": list(functions), **options}))
         self.tools = self._box.schemas
         self._own: dict[int, McpServer] = {}
@@ -75,12 +78,12 @@ class Tools:
             return Turn(reward=await self.finish() or 0.0, done=True)
         most, longest = self._box.config.calls, self._box.config.longest
         if self.plain:
-            results = [await self._run(call) for call in calls[:most]]
+            results: list[Parts] = [await self._run(call) for call in calls[:most]]
         else:
             results = await asyncio.gather(*map(self._run, calls[:most]))
-        results += [f"error: at most {most} calls in a turn"] * (len(calls) - most)
-        read = (result[:longest].encode("utf-8", "replace").decode() for result in results)  # half of a pair, say
-        return Turn([{"role": "tool", "content": result} for result in read])
+        results += [(f"error: at most {most} calls in a turn",)] * (len(calls) - most)
+        told, pictures = as_messages(results, longest)
+        return Turn(told, pictures=pictures)
 
     async def finish(self) -> float | None:
         """The trajectory's reward, at its end; None where nobody gives one."""
@@ -93,22 +96,23 @@ class Tools:
         if self._own:
             await asyncio.gather(*(asyncio.wrap_future(in_background(server.close())) for server in self._own.values()))
 
-    async def _run(self, text: str) -> str:
+    async def _run(self, text: str) -> Parts:
         """What the policy reads of one call; where it was wrong, what was. Raises `ToolUnavailable`, and `TypeError`
         for a result of verl's form."""
         try:
             name, arguments = read_call(text)
         except ValueError:
-            return 'error: a call is JSON, {"name": …, "arguments": {…}}'
+            return ('error: a call is JSON, {"name": …, "arguments": {…}}',)
         tool = self._box.tools.get(name) if isinstance(name, str) else None
         if tool is None:
-            return f"error: there is no function {name!r}; there are {', '.join(self._box.tools)}"
+            return (f"error: there is no function {name!r}; there are {', '.join(self._box.tools)}",)
         if not isinstance(arguments, dict):
-            return f'error: {name}: arguments must be an object of names and values, like {{"name": 1}}'
+            return (f'error: {name}: arguments must be an object of names and values, like {{"name": 1}}',)
         if isinstance(tool, Remote):
             if wrong := _unsendable(arguments):
-                return f"error: {name}: {wrong}"
-            return await asyncio.wrap_future(in_background(self._server(tool).call(tool.name, arguments)))
+                return (f"error: {name}: {wrong}",)
+            asked = self._server(tool).call(tool.name, arguments, self._shows)
+            return await asyncio.wrap_future(in_background(asked))
         arguments = {**arguments, **dict.fromkeys(self._box.prompted.get(name, ()), self._task)}
         try:
             if isinstance(tool, Method):
@@ -117,20 +121,20 @@ class Tools:
             else:
                 async with self._one_program if name in READY else nullcontext():
                     result = await called(tool, arguments, self.plain)
-            text = result if isinstance(result, str) else json.dumps(result, default=str)
+            parts = of_returned(result)
         except ToolUnavailable:
             raise
         except ValidationError as error:
-            return f"error: {name}: {'; '.join(_wrong(part) for part in error.errors())}"
+            return (f"error: {name}: {'; '.join(_wrong(part) for part in error.errors())}",)
         except Exception as error:  # the user's own code; the policy may do better next time
-            return f"error: {name} raised {type(error).__name__}: {error}"
+            return (f"error: {name} raised {type(error).__name__}: {error}",)
         if _is_verls(result):  # the policy would read its reward
             raise TypeError(
                 f"{name} returned a tuple with a reward and metrics, as verl's execute does, and a call has no reward "
                 "here: return what the policy is to read (a list, if it is to read all of it), and give the reward in "
                 "get_reward() of a class"
             )
-        return text
+        return parts
 
     def _server(self, tool: Remote) -> McpServer:
         shared = self._box.servers[tool.server]

@@ -127,6 +127,16 @@ def test_what_an_environment_shows_is_seen_alike_by_engine_and_trainer(
             assert np.abs(trajectory.logprobs[said] - values[said]).max() < 1e-5
 
 
+def test_a_tools_result_shows_its_picture_where_it_says_so(engine: tuple[TorchEngine, Tokenizer]) -> None:
+    text = engine[1]
+    end = next(iter(text.stop_ids))
+    asked = {"role": "assistant", "content": "r", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    found = text.observe([{"role": "tool", "content": f"is{PICTURE}r"}], True, end, asked, (RED,))
+    words = text.observe([{"role": "tool", "content": "isr"}], True, end, asked)
+    users = text.observe([{"role": "user", "content": f"is{PICTURE}r"}], True, end, None, (RED,))
+    assert np.array_equal(found, users) and len(found) > len(words) + 2, "this template tells of no roles"
+
+
 def test_an_observation_that_nobody_answers_takes_its_pictures_with_it(engine: tuple[TorchEngine, Tokenizer]) -> None:
     inbox: queue.Queue[object] = queue.Queue()
     told = {
