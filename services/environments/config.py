@@ -36,8 +36,8 @@ class EnvironmentConfig(Section):
     timeout_s: float = Field(30.0, gt=0)
     """Seconds. A call of reset or step that takes longer ends its trajectory without a reward."""
     pictures: bool = False
-    """It shows pictures of its own (``penstock.Turn(pictures=…)``), e.g. ``true``: engines must know before the first
-    comes."""
+    """It shows pictures of its own (``penstock.Turn(pictures=…)``; the results of its tools), e.g. ``true``: engines
+    must know before the first comes."""
     workers: int | None = Field(None, ge=1)
     """Processes that a plain class runs in, for each rollout, e.g. ``8`` where step computes. null: the machine's
     cores, less the threads of trainer, rollouts and critic, dealt out to all environments of all rollouts, at most 4;
