@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import TYPE_CHECKING
 
-from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.errors import PackageError, SetupError
 from penstock.services.runtime.install import install
 from penstock.services.runtime.plugins import user_code
 from penstock.services.turns.tool_calls import HARMONY, TEMPLATE, VLLM, Call, by_text
+
+if TYPE_CHECKING:
+    from penstock.services.turns.tokenizer import Tokenizer
+
+
+def check_fits(name: str, text: Tokenizer, key: str) -> None:
+    """Raises `SetupError` where the model's tokenizer has not what the parser reads."""
+    from penstock.services.turns.library_parsers import check_channels, of_template
+
+    if name == HARMONY:
+        check_channels(text, key)
+    if name == TEMPLATE:
+        of_template(text, key)
 
 
 def try_parser(name: str, key: str) -> None:
@@ -17,7 +31,7 @@ def try_parser(name: str, key: str) -> None:
         return
     if name.startswith(VLLM):
         if importlib.util.find_spec("vllm") is None:
-            raise SetupError(f"{key}: {name} needs vLLM where calls are looked for; run: {install('vllm')}")
+            raise PackageError(f"{key}: {name} needs vLLM where calls are looked for; run: {install('vllm')}")
         return
     find = by_text(name, key)
     with user_code(key, name):

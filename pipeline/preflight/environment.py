@@ -217,6 +217,7 @@ def _encode(
             raise SetupError(words)
         report.notes.append(f"{words}; unless the system message of each prompt tells of them")
     form = environment.tools.tool_calls if environment.tools else ""
+    call_parsers.check_fits(form, tokenizer, f"{key}.options.tool_calls")
     if why := told_tools.other_form(form, str(tokenizer.plain.chat_template)):
         report.notes.append(f"{key}.options.tool_calls={form}: the chat template of {path} {why}")
     if tools and prompt.messages is not None:

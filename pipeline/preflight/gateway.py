@@ -47,5 +47,6 @@ def _look_at_template(config: Config, report: Report) -> None:
         tokenizer = Tokenizer(path, config.template)
     except SetupError:  # which is told where the model is looked at
         return
+    call_parsers.check_fits(config.gateway.tool_calls, tokenizer, KEY)
     if tokenizer.has_template:
         told_tools.look_at_agents(path, tokenizer, config.gateway.tool_calls, report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -73,9 +74,9 @@ class EnvironmentConfig(Section):
         """What ends before its object says so is asked for its reward."""
         return bool(self.tools and self.tools.class_)
 
-    def program(self, key: str = KEY) -> Program:
-        """For a worker; ``key`` is where it stands in the config."""
-        handler = TOOLS_HANDLER if self.environment == TOOLS else HANDLER
-        shows = {"shows": True} if self.environment == TOOLS and self.pictures else {}
-        options = self.options | shows
+    def program(self, key: str = KEY, reads: Mapping[str, Any] | None = None) -> Program:
+        """For a worker; ``key`` is where it stands in the config, ``reads`` what `Tools` is told of a tokenizer."""
+        handler, options = HANDLER, self.options
+        if self.environment == TOOLS:
+            handler, options = TOOLS_HANDLER, options | {"shows": self.pictures, "reads": reads}
         return Program(handler, REGISTRY.get(self.environment, self.environment), key, self.timeout_s, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -25,9 +26,9 @@ class EnvironmentPool:
     What a call gave is told in another thread. It is `LOST` where the session's worker died by another's doing, and a
     new object, told the same, has not said the same: the session is to begin again."""
 
-    def __init__(self, config: EnvironmentConfig, key: str = KEY) -> None:
-        """``key``: where it stands in the config."""
-        program = config.program(key)
+    def __init__(self, config: EnvironmentConfig, key: str = KEY, reads: Mapping[str, Any] | None = None) -> None:
+        """``key``: where it stands in the config; ``reads``: `call_reading.told_of`, of tools alone."""
+        program = config.program(key, reads)
         first = WorkerQueue(program, AT_ONCE)
         count = 1 if first.worker.asynchronous else config.workers or 1
         self._queues = [first, *(WorkerQueue(program, AT_ONCE) for _ in range(count - 1))]
@@ -55,10 +56,13 @@ class EnvironmentPool:
         self._ask("reset", session, prompt.model_dump(), answered)
 
     def step(
-        self, session: int, answer: str, answered: Answered, finish: Finish = "stop", thinking: bool = False
-    ) -> None:
-        """Tells it what the policy said, and how that ended; ``thinking``: the template had begun a thought."""
-        self._ask("step", session, {"answer": answer, "finish_reason": finish, "thinking": thinking}, answered)
+        self, session: int, answer: str, answered: Answered, finish: Finish = "stop", thinking: bool = False,
+        marked: str = "",
+    ) -> None:  # fmt: skip
+        """Tells it what the policy said, and how that ended; ``thinking``: the template had begun a thought;
+        ``marked``: the same with special tokens, where these are read."""
+        told = {"answer": answer, "finish_reason": finish, "thinking": thinking, "marked": marked}
+        self._ask("step", session, told, answered)
 
     def finish(self, session: int, answered: Answered) -> None:
         """Asks for its reward, since it ends before it says so; then `end` it."""

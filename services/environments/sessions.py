@@ -18,6 +18,10 @@ LOST = "lost"
 """The answer to a step of a session that this process does not know: it is not the one that the session began in."""
 
 
+TOLD = ("finish_reason", "thinking", "marked")
+"""What a step is told beside the answer, where it has parameters of these names."""
+
+
 class Sessions:
     """A `user_processes.child.Handler`: calls begin (``reset``), go on (``step``) and end (``close``) a session. One
     that ends before its object says so is asked for its reward (``finish``), where `EnvironmentConfig.settles`."""
@@ -36,7 +40,7 @@ class Sessions:
         methods = (getattr(self._make, name, None) for name in ("reset", "step", "close"))
         self.is_async = any(inspect.iscoroutinefunction(method) for method in methods)
         self.timeout_s, self._options = program["timeout_s"], program["options"]
-        self._tells = [name for name in ("finish_reason", "thinking") if name in inspect.signature(step).parameters]
+        self._tells = [name for name in TOLD if name in inspect.signature(step).parameters]
         self._open: dict[int, Any] = {}
 
     def start(self, arguments: dict[str, Any]) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.services.turns.tool_calls import Form, as_written, read_call
@@ -21,17 +20,6 @@ def calls_in(answer: str, form: Form, schemas: Mapping[str, Mapping[str, Any]], 
     ['{"name": "add", "arguments": {"a": 1}}']
     """
     return as_written(answer, form, schemas, thinking)[1]
-
-
-def in_hermes(text: str, calls: Iterable[tuple[str, Any]]) -> str:
-    """``text``, and behind it names and arguments of ``calls`` as Hermes writes them.
-
-    >>> in_hermes("Well.", [("add", {"a": 1})])
-    'Well.\\n<tool_call>\\n{"name": "add", "arguments": {"a": 1}}\\n</tool_call>'
-    """
-    written = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
-    asked = [f"<tool_call>\n{call}\n</tool_call>" for call in written]
-    return "\n".join([*([text] if text or not asked else []), *asked])
 
 
 def as_called(
@@ -52,15 +40,15 @@ def as_called(
         if message["role"] == "tool":
             place = len(calls)
             id = message.setdefault("tool_call_id", f"{turn:04}c{place:04}")
-            name = message.get("name") or _name(found[place] if place < len(found) else "")
+            name = message.get("name") or called_by(found[place] if place < len(found) else "")
             message.setdefault("name", name)
             calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": {}}})
         told.append(message)
     return {"role": "assistant", "content": answer} | ({"tool_calls": calls} if calls else {}), told
 
 
-def _name(call: str) -> str:
-    """Of what is called; of what cannot be read, that it is a tool."""
+def called_by(call: str) -> str:
+    """The name of what is called; of what cannot be read, that it is a tool."""
     try:
         name = read_call(call)[0]
     except ValueError:

@@ -6,21 +6,23 @@ import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
-from penstock.protocols.experience import Prompt
+from penstock.protocols.experience import Finish, Prompt
 from penstock.protocols.turn import Turn
+from penstock.services.environments.call_reading import parser
 from penstock.services.environments.mcp_server import McpServer, ToolUnavailable, in_background
 from penstock.services.environments.sessions import Sessions
 from penstock.services.environments.threads import at_once, called
-from penstock.services.environments.tool_calls import calls_in
+from penstock.services.environments.tool_calls import called_by, calls_in
 from penstock.services.environments.tool_class import Method, ToolObject
 from penstock.services.environments.tool_results import Parts, as_messages, of_returned
 from penstock.services.environments.toolbox import Remote, toolbox
 from penstock.services.environments.tools_config import READY
-from penstock.services.turns.tool_calls import read_call
+from penstock.services.turns.tool_calls import Said, read_call
 
 
 class ToolSessions(Sessions):
@@ -51,11 +53,14 @@ class Tools:
     not told, and is the task's. ``options``: see `ToolsConfig`.
     """
 
-    def __init__(self, functions: Sequence[str] = (), shows: bool = False, **options: Any) -> None:
-        """``shows``: the environment's ``pictures``."""
+    def __init__(
+        self, functions: Sequence[str] = (), shows: bool = False, reads: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """``shows``: the environment's ``pictures``; ``reads``: `call_reading.told_of`."""
         self._shows = shows
         self._box = toolbox(json.dumps({"functions": list(functions), **options}))
         self.tools = self._box.schemas
+        self._parse = parser(self._box.config.tool_calls, reads)
         self._own: dict[int, McpServer] = {}
         """Servers of this trajectory alone, by their place in the config."""
         self.plain = self._box.plain
@@ -71,9 +76,9 @@ class Tools:
         self._task = prompt
         return await self._object.reset(prompt) if self._object else None
 
-    async def step(self, answer: str, thinking: bool = False) -> Turn:
+    async def step(self, answer: str, thinking: bool = False, finish_reason: Finish = "stop", marked: str = "") -> Turn:
         """See docs/environments.md."""
-        calls = calls_in(answer, self._box.config.form, self._box.arguments, thinking)
+        calls = self._calls(Said(answer, marked, "", thinking, finish_reason == "length"))
         if not calls:
             return Turn(reward=await self.finish() or 0.0, done=True)
         most, longest = self._box.config.calls, self._box.config.longest
@@ -83,7 +88,16 @@ class Tools:
             results = await asyncio.gather(*map(self._run, calls[:most]))
         results += [(f"error: at most {most} calls in a turn",)] * (len(calls) - most)
         told, pictures = as_messages(results, longest)
+        if self._parse:  # whoever tells of them has not found the calls
+            told = [{**message, "name": called_by(call)} for message, call in zip(told, calls, strict=True)]
         return Turn(told, pictures=pictures)
+
+    def _calls(self, said: Said) -> list[str]:
+        """Each as JSON, or as it was written where it cannot be read."""
+        if self._parse is None:
+            return calls_in(said.text, self._box.config.form, self._box.arguments, said.thinking)
+        found = self._parse(replace(said, tools=json.dumps(self.tools)))[1]
+        return [json.dumps({"name": call.name, "arguments": call.arguments}) for call in found]
 
     async def finish(self) -> float | None:
         """The trajectory's reward, at its end; None where nobody gives one."""

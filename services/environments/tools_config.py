@@ -204,8 +204,8 @@ class ToolsConfig(Section):
 
     @property
     def form(self) -> Form:
-        """In which the environment reads calls: what it does not know itself, whoever has the tokenizer has read
-        before, and written as Hermes."""
+        """In which the environment reads calls where nobody has told it of a tokenizer: others are read before, and
+        written as Hermes."""
         return next((form for form in FORMS if form == self.tool_calls), "hermes")
 
     def options_of(self, name: str) -> Any:

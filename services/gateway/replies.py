@@ -48,7 +48,9 @@ class Replies:
         thinking = (apart or bool(tools)) and given is not None and self._text.begins_thought(given)
         before = behind_thoughts(content, thinking)[0] if apart else ""
         if tools:
-            content, calls = self._parser(Said(content, self._text.decode_marked(tokens), tools, thinking))
+            content, calls = self._parser(
+                Said(content, self._text.decode_marked(tokens), tools, thinking, answer.finish == "length")
+            )
         stop = min((each for each in stops if each in content), key=content.index, default="")
         content = content.partition(stop)[0] if stop else content
         message: dict[str, Any] = {"role": "assistant", "content": content}

@@ -62,6 +62,11 @@ class FrozenModel:
         self._take_place(newer)
         self.model = newer
 
+    @property
+    def ahead(self) -> int:
+        """Passes that are begun ahead of the one that is waited for."""
+        return len(self._devices)
+
     def check(self, group: Group) -> None:
         """Raises `ExperienceError` or `PictureError` where the model does not know the group's tokens, or sees its
         pictures otherwise than its prompt has places for."""
@@ -87,7 +92,7 @@ class FrozenModel:
         layout = layout_of(self.model, trajectories)
         first, last = self._devices[0], self._devices[-1]
         passes = plan_rows(trajectories, numbers, self._budget, first, layout, at_end=last)
-        return by_trajectory(trajectories, passes, lambda rows: compute(trajectories, rows), len(self._devices))
+        return by_trajectory(trajectories, passes, lambda rows: compute(trajectories, rows), self.ahead)
 
     def sleep(self) -> None:
         """Gives its devices' memory back, until `wake`."""

@@ -3,6 +3,7 @@ there."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -58,26 +59,34 @@ class Teacher:
         """The same, of each of ``groups``."""
         for group in groups:
             self._frozen.check(group)
-        tops: dict[int, tuple[Callable[[], torch.Tensor], int, int]] = {}
+        tops: dict[int, np.ndarray] = {}
+        begun: deque[tuple[Callable[[], torch.Tensor], list[tuple[int, int, int]]]] = deque()
         model, wide = self._frozen.model, 2 * self._k + 2
+
+        def take() -> None:
+            wait, whose = begun.popleft()
+            values = wait().numpy().copy()  # memory that copies are made through is dear
+            tops.update({place: values[first:end] for place, first, end in whose})
 
         def compute(trajectories: Sequence[Trajectory], part: Rows) -> torch.Tensor:
             if not self._k:
                 return logprobs(model, part, self._temperature)
             stated = of_logits(model, part, self._stated, wide)
-            found = to_host(stated[1:].T.contiguous())
-            for index, first, end in _sampled(trajectories, part.index):
-                tops[index] = found, first, end
+            begun.append((to_host(stated[1:].T.float()), [*_sampled(trajectories, part.index)]))
+            if len(begun) > self._frozen.ahead:
+                take()
             return part.scatter(stated[0].float())
 
         rows = iter(enumerate(self._frozen.of_each(groups, compute)))
+        while begun:
+            take()
         found = []
         for group in groups:
             mine = [next(rows) for _ in group.trajectories]
             said = {self._column: np.concatenate([values for _, values in mine])}
             if self._k:
                 own = zip(group.trajectories, mine, strict=True)
-                said |= self._tops(np.concatenate([_behind(t, *tops[place]) for t, (place, _) in own]))
+                said |= self._tops(np.concatenate([_behind(t, tops[place]) for t, (place, _) in own]))
             found.append(said)
         return found
 
@@ -112,6 +121,6 @@ def _sampled(trajectories: Sequence[Trajectory], index: Sequence[int]) -> Iterat
         yield place, first, end
 
 
-def _behind(trajectory: Trajectory, stated: Callable[[], torch.Tensor], first: int, end: int) -> np.ndarray:
-    """A trajectory's own of what is ``stated`` of a pass; what it begins with is predicted by nothing."""
-    return np.pad(stated()[first:end].numpy(), ((int(trajectory.loss_mask[0]), 0), (0, 0)))
+def _behind(trajectory: Trajectory, stated: np.ndarray) -> np.ndarray:
+    """What is ``stated`` of a trajectory; what it begins with is predicted by nothing."""
+    return np.pad(stated, ((int(trajectory.loss_mask[0]), 0), (0, 0)))

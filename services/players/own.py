@@ -17,11 +17,13 @@ from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.environments.past import MOST_LOST
 from penstock.services.environments.pool import EnvironmentPool
 from penstock.services.environments.sessions import LOST
-from penstock.services.environments.tool_calls import in_hermes
 from penstock.services.players.base import Played, PlayError, as_messages, in_parts, said_to
-from penstock.services.turns.tool_calls import Form
+from penstock.services.turns.tool_calls import CLOSE, FORMS, OPEN, Form
 
 log = structlog.get_logger()
+
+ESCAPED = CLOSE.replace("/", r"\/")
+"""In JSON."""
 
 
 class LostError(PlayError):
@@ -35,6 +37,8 @@ class OwnPlayer:
     def __init__(self, config: EnvironmentConfig) -> None:
         self._config, self._pool, self._numbers = config, EnvironmentPool(config), itertools.count()
         self._form: Form = config.tools.form if config.tools else "hermes"
+        self._in_words = config.tools is None or config.tools.tool_calls in FORMS
+        """What it is told is not only calls."""
 
     async def open(self) -> None:
         """See `Player.open`."""
@@ -65,7 +69,7 @@ class OwnPlayer:
             if reply is None:
                 await self._settle(number, rewards)
                 return Played(0.0, _measured(turn - 1, metrics), rewards, truncated=True)
-            said = as_said(reply, self._form), reply.finish
+            said = as_said(reply, self._form, self._in_words), reply.finish
             found = await _asked(lambda answered, said=said: self._pool.step(number, said[0], answered, said[1]))  # type: ignore[misc]
             rewards[reply.turn], metrics = found["reward"], added(metrics, found["metrics"])
             if found["done"]:
@@ -96,13 +100,15 @@ def _measured(turns: int, metrics: Mapping[str, float]) -> dict[str, float]:
     return found if len(found) <= MOST else dict(metrics)
 
 
-def as_said(reply: Reply, form: Form = "hermes") -> str:
-    """What a class is told: the text, and each call as Hermes writes them, whatever the model's own way is; where it
-    reads calls in ``json``, a list of them and nothing else. As XML it reads Hermes' too."""
-    calls = [(name, arguments) for name, arguments, _ in reply.calls]
-    if calls and form == "json":
-        return json.dumps([{"name": name, "arguments": arguments} for name, arguments in calls])
-    return in_hermes(reply.text, calls)
+def as_said(reply: Reply, form: Form = "hermes", words: bool = True) -> str:
+    """What a class is told: the text, with its ``words``, and each call as Hermes writes them, whatever the model's own
+    way is; where it reads calls in ``json``, a list of them and nothing else. As XML it reads Hermes' too."""
+    asked = [json.dumps({"name": name, "arguments": arguments}) for name, arguments, _ in reply.calls]
+    if asked and form == "json":
+        return f"[{', '.join(asked)}]"
+    # What an argument says is not the call's end: JSON may write it so, too.
+    calls = [f"{OPEN}\n{call.replace(CLOSE, ESCAPED)}\n{CLOSE}" for call in asked]
+    return "\n".join([*([reply.text] if words and (reply.text or not calls) else []), *calls])
 
 
 def _messages(observation: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -21,18 +21,18 @@ from penstock.protocols.measured import added, fault
 from penstock.protocols.messages import Lease
 from penstock.services.data.picture_files import MOST_OF_GROUP
 from penstock.services.environments.begun import begun_with
+from penstock.services.environments.call_reading import told_of
 from penstock.services.environments.config import KEY, EnvironmentConfig
 from penstock.services.environments.past import MOST_LOST
 from penstock.services.environments.pool import EnvironmentPool
 from penstock.services.environments.sessions import LOST
-from penstock.services.environments.tool_calls import as_called, in_hermes
+from penstock.services.environments.tool_calls import as_called
 from penstock.services.rollout.engines.base import Completion, Engine, Refusal, Request, RequestError
 from penstock.services.rollout.group_maker import Made, handle_of
 from penstock.services.turns.joining import join, placed, routed_before
-from penstock.services.turns.library_parsers import parser_of
 from penstock.services.turns.streams import turn_stream
 from penstock.services.turns.tokenizer import Tokenizer, too_long
-from penstock.services.turns.tool_calls import FORMS, Said
+from penstock.services.turns.tool_calls import FORMS
 
 log = structlog.get_logger()
 
@@ -119,10 +119,10 @@ class MultiTurn:
         numbers: Iterator[int] | None = None,
     ) -> None:
         self._engine, self._text, self._config, self._max_length, self._post = engine, text, config, max_length, post
-        self._pool, self._settles = EnvironmentPool(config, key), config.settles
-        calls = config.tools.tool_calls if config.tools else ""
-        self._parser = None if calls in ("", *FORMS) else parser_of(calls, text, f"{key}.options.tool_calls")
-        """Of calls that an environment's process cannot read: it has no tokenizer."""
+        self._marks = config.tools is not None and config.tools.tool_calls not in FORMS
+        """Special tokens are read, too, where calls are looked for."""
+        reads = told_of(text) if self._marks else None
+        self._pool, self._settles = EnvironmentPool(config, key, reads), config.settles
         self._work: dict[int, _Work] = {}
         self._generating: dict[int, _Session] = {}
         """By the number of the request that the engine has."""
@@ -149,8 +149,10 @@ class MultiTurn:
             return self._refused(session, result.reason)
         session.parts.append(result)
         session.answered = len(session.pictures)
-        answer, thinking = self._said(session, result)
-        self._pool.step(session.number, answer, self._hear(session, "step"), result.finish, thinking)
+        tokens = result.tokens.tolist()
+        answer, marked = self._text.decode([tokens])[0], self._text.decode_marked(tokens) if self._marks else ""
+        heard = self._hear(session, "step")
+        self._pool.step(session.number, answer, heard, result.finish, self._thought(session), marked)
         return None
 
     def heard(self, event: object) -> Made | None:
@@ -241,16 +243,6 @@ class MultiTurn:
             return self._end(session, failure=f"an observation cannot be used: {error}")
         return self._generate(session)
 
-    def _said(self, session: _Session, turn: Completion) -> tuple[str, bool]:
-        """What ``turn``, the last one, says to the environment, and whether that begins within a thought: of calls
-        that are found here it reads nothing else."""
-        tokens, thinking = turn.tokens.tolist(), self._thought(session)
-        answer = self._text.decode([tokens])[0]
-        if self._parser is None:
-            return answer, thinking
-        told = Said(answer, self._text.decode_marked(tokens), json.dumps(session.tools or []), thinking)
-        return in_hermes("", [(call.name, call.arguments) for call in self._parser(told)[1]]), False
-
     def _thought(self, session: _Session) -> bool:
         """The template had begun a thought before the last answer."""
         given = session.parts[-2]
@@ -261,8 +253,8 @@ class MultiTurn:
         answer = None
         if session.chat and not isinstance(said, str) and any(message["role"] == "tool" for message in said):
             form = self._config.tools.form if self._config.tools else "hermes"
-            words, thinking = self._said(session, last)
-            answer, said = as_called(words, form, said, len(session.turns), thinking)
+            words = self._text.decode([last.tokens.tolist()])[0]
+            answer, said = as_called(words, form, said, len(session.turns), self._thought(session))
         return self._text.observe(said, session.chat, int(last.tokens[-1]), answer, pictures, session.tools)
 
     def _too_long(self, said: Any) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import structlog
@@ -76,8 +76,8 @@ class ScorerConfig(Section):
     groups_in_hand: int = Field(64, ge=1)
     """Groups that one process asks for at once."""
     timeout_s: float = Field(900.0, ge=2)
-    """Seconds. A group that takes longer ends its process, which says where it was, and another one begins, e.g. ``60``
-    for a class that asks a server."""
+    """Seconds. A group, or all that are scored together (``score_groups``), that take longer end their process, which
+    says where it was, and another one begins, e.g. ``60`` for a class that asks a server."""
     options: dict[str, Any] = {}
     """Arguments of the class, e.g. ``{scale: 2.0}``. A built-in one's ``column`` is the first of `columns`, and a
     teacher's ``temperature`` that of `rollout.sampling`, where they are not given."""
@@ -136,7 +136,6 @@ class ScorerConfig(Section):
         return self
 
 
-@runtime_checkable
 class Together(Protocol):
     """A class that scores several groups faster than one after the other."""
 
@@ -147,6 +146,10 @@ class Together(Protocol):
         self, groups: Sequence[Group], columns: Sequence[Mapping[str, np.ndarray]]
     ) -> Sequence[Mapping[str, np.ndarray]]:
         """``score_group`` of each."""
+
+
+SEVERAL, PARTED = ("at_once", "score_groups"), 3
+"""Methods of such a class; and after how many failures in a row it is given one group at a time."""
 
 
 def check_methods(made: Any, config: ScorerConfig, key: str) -> None:
@@ -161,9 +164,9 @@ def check_methods(made: Any, config: ScorerConfig, key: str) -> None:
 
 
 class CustomScorer:
-    """Calls the user's class, a group at a time. What it raises, or returns wrong, costs that group alone; of one
-    group after the other, and the process ends and another begins: its device, or whom it asks, may be gone.
-    ``temperature``: the run's."""
+    """Calls the user's class, a group at a time, or several where it takes them. What it raises, or returns wrong,
+    costs that group alone; of one group after the other, and the process ends and another begins: its device, or
+    whom it asks, may be gone. ``temperature``: the run's."""
 
     def __init__(self, config: ScorerConfig, kind: str, temperature: float = 1.0, alone: bool = False) -> None:
         """``alone``: each group is scored by itself."""
@@ -176,7 +179,12 @@ class CustomScorer:
         except Exception as error:  # the user's own code
             raise SetupError(f"{key}: {config.scorer} cannot be made: {type(error).__name__}: {error}") from error
         check_methods(self._scorer, config, key)
-        self._key, self._alone = key, alone
+        self._key = key
+        self._several = not alone and all(callable(getattr(type(self._scorer), name, None)) for name in SEVERAL)
+        self._singly: set[Key] = set()
+        """Groups that could not be scored together."""
+        self._parted = 0
+        """How often that was so, since it last could."""
         self._failed: set[Key] = set()
         """Groups since the last one that it could score."""
 
@@ -191,8 +199,9 @@ class CustomScorer:
         if together > 1 and self._score_together(tasks[:together], answer):
             return tasks[together:]
         for place, task in enumerate(tasks):
-            if place >= together and time.monotonic() - begun > AT_ONCE_S:
+            if place and time.monotonic() - begun > AT_ONCE_S:
                 return tasks[place:]
+            self._singly.discard(task.key)
             health.beat()
             try:
                 found = self._score(task)
@@ -230,26 +239,30 @@ class CustomScorer:
 
     def _together(self, tasks: Sequence[ScoringTask]) -> int:
         """How many of the first ones."""
-        if self._alone or len(tasks) < 2 or not isinstance(self._scorer, Together):
+        if not self._several or len(tasks) < 2 or tasks[0].key in self._singly:
             return 1
         try:
             return max(1, min(len(tasks), int(self._scorer.at_once([task.group for task in tasks]))))
         except Exception as error:  # the user's own code
-            log.warning("groups are scored one by one", error=f"{type(error).__name__}: {error}", exc_info=True)
+            self._several = False
+            what = f"{self._config.scorer}: at_once: {type(error).__name__}: {error}"
+            log.warning("groups are scored one by one from now on", error=what, exc_info=True)
             return 1
 
     def _score_together(self, tasks: Sequence[ScoringTask], answer: Answer) -> bool:
         """Whether all could be scored; nothing is answered where not."""
         health.beat()
         try:
-            assert isinstance(self._scorer, Together)
             every = self._scorer.score_groups([task.group for task in tasks], [task.columns for task in tasks])
             found = [self._checked(task, each) for task, each in zip(tasks, every, strict=True)]
         except Exception as error:  # the user's own code
-            what = f"{type(error).__name__}: {error}"
+            what, self._parted = f"{type(error).__name__}: {error}", self._parted + 1
+            self._several = self._parted < PARTED
             log.warning("groups cannot be scored together: now one by one", groups=len(tasks), error=what)
+            self._singly = {task.key for task in tasks}
             return False
         self._failed.clear()
+        self._parted = 0
         for task, each in zip(tasks, found, strict=True):
             for column in task.wanted:
                 answer(task, column, each[column])

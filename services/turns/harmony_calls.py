@@ -27,10 +27,10 @@ def in_harmony(said: Said) -> tuple[str, list[Call]]:
     calls: list[Call] = []
     for part in said.marked.split(START):
         header, message, body = part.partition(MESSAGE)
-        body = _until_an_end(body)
-        channel = header.partition(CHANNEL)[2].split()[:1]
-        if not message:
-            continue
+        role, _, about = header.partition(CHANNEL)
+        body, channel = _until_an_end(body), about.split()[:1]
+        if not message or (role.split()[:1] not in ([], ["assistant"]) and not role.lstrip().startswith("to=")):
+            continue  # what it only imagines that others say
         if found := _CALLED.search(header):
             try:
                 arguments = json.loads(body or "{}")

@@ -28,12 +28,15 @@ _TOOLS = json.dumps([{"type": "function", "function": {"name": "look", "paramete
 
 
 def parser_of(name: str, text: Tokenizer, key: str) -> Parser:
-    """The one that the config's ``key`` names; where it raises all is text. Raises `SetupError`."""
-    return careful(_named(name, text, key))
+    """The one that the config's ``key`` names; where it raises all is text, and, but for forms of which a call has an
+    end, where an answer was cut off. Raises `SetupError`."""
+    parse = careful(_named(name, text, key))
+    return parse if name in FORMS else lambda said: (said.text, []) if said.cut else parse(said)
 
 
 def _named(name: str, text: Tokenizer, key: str) -> Parser:
     if name == HARMONY:
+        check_channels(text, key)
         return in_harmony
     if name == TEMPLATE:
         return of_template(text, key)
@@ -43,6 +46,15 @@ def _named(name: str, text: Tokenizer, key: str) -> Parser:
         return lambda said: in_form(form, said.text, said.thinking, said.tools)
     find = by_text(name, key)
     return lambda said: find(said.text)
+
+
+def check_channels(text: Tokenizer, key: str) -> None:
+    """Raises `SetupError` where no answer can have channels, in which calls of ``harmony`` are."""
+    if not text.has_channels:
+        raise SetupError(
+            f"{key}: harmony: the model's tokenizer has no special tokens for channels, as gpt-oss' has; name the form "
+            "in which its chat template tells of calls"
+        )
 
 
 def of_template(text: Tokenizer, key: str) -> Parser:

@@ -46,7 +46,9 @@ class Tokenizer:
     as ``chat_template`` another one."""
 
     def __init__(self, path: str, template: Mapping[str, Any] | None = None) -> None:
-        self._path, self._tokenizer = path, load_tokenizer(path, template)
+        self.path, self.given = path, dict(template or {})
+        """Where it lies, and what the run says of its chat template."""
+        self._tokenizer = load_tokenizer(path, template)
         self._template = {name: value for name, value in (template or {}).items() if name != "chat_template"}
 
     def encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None = None) -> np.ndarray:
@@ -100,7 +102,7 @@ class Tokenizer:
     @cached_property
     def pictures(self) -> PictureReader:
         """How the model's processor reads them. Raises `ModelError`."""
-        return PictureReader(self._path, self._tokenizer)
+        return PictureReader(self.path, self._tokenizer)
 
     def encode_text(self, text: str) -> np.ndarray:
         """int32 ``[tokens]`` of a text that stands at the beginning, as the tokenizer begins one."""
@@ -221,7 +223,7 @@ class Tokenizer:
     @cached_property
     def stop_ids(self) -> set[int]:
         """The ids that end an answer: of the tokenizer, of the chat template, and of the model's own list."""
-        return stop_ids(self._tokenizer, listed_ends(self._path), self._end)
+        return stop_ids(self._tokenizer, listed_ends(self.path), self._end)
 
     def observe(
         self, observation: str | Sequence[Message], chat: bool, ended_with: int, answer: Message | None = None,
@@ -349,6 +351,11 @@ class Tokenizer:
         always think."""
         end = self._tokenizer.decode(given[-MOST_OF_TAG:].tolist(), skip_special_tokens=False)
         return end.rstrip().endswith(THINK)
+
+    @property
+    def has_channels(self) -> bool:
+        """Special tokens tell apart what it thinks, says, and asks of tools, as gpt-oss'."""
+        return self._channels is not None
 
     @property
     def has_response_template(self) -> bool:

@@ -45,6 +45,8 @@ class Said:
     """As JSON: a list, as chat completions have it."""
     thinking: bool = False
     """The template has begun a thought: it is one up to ``</think>``."""
+    cut: bool = False
+    """It had no room to end: libraries' parsers would take half a call for one."""
 
 
 Parser = Callable[[Said], tuple[str, list[Call]]]
@@ -266,7 +268,8 @@ def named_parser(value: str) -> str:
 
 def careful(parse: Parser) -> Parser:
     """Where a parser raises, or what it finds cannot be told as JSON, all is text: what the policy writes may be
-    anything."""
+    anything. The first time it is told where."""
+    told = False
 
     def checked(said: Said) -> tuple[str, list[Call]]:
         try:
@@ -275,7 +278,10 @@ def careful(parse: Parser) -> Parser:
             for call in calls:
                 _check(call)
         except Exception as error:
-            log.warning("a parser of calls failed: all is text", error=f"{type(error).__name__}: {error}"[:200])
+            nonlocal told
+            what = f"{type(error).__name__}: {error}"[:200]
+            log.warning("a parser of calls failed: all is text", error=what, exc_info=not told)
+            told = True
             return said.text, []
         return left, calls
 

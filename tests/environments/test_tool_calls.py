@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from penstock.services.environments.tool_calls import calls_in
+from penstock.services.environments.tools_config import read_options
 from penstock.services.turns.library_parsers import parser_of
 from penstock.services.turns.tool_calls import Form, Said
 
@@ -53,6 +54,14 @@ def test_calls_are_found_in_what_is_said_aloud(form: Form, said: str, calls: lis
 def test_a_thought_that_the_template_has_begun_calls_nothing(form: Form, call: str) -> None:
     for said, calls in ((f"first <tool_call></think>{call}", 1), (f"maybe {call}", 0), (call, 0)):
         assert len(calls_in(said, form, SCHEMAS, thinking=True)) == calls
+
+
+@pytest.mark.parametrize("form", ["harmony", "template", "vllm:glm45", "my_tools:calls", "json"])
+def test_forms_of_libraries_and_users_are_taken_and_others_are_named(form: str) -> None:
+    assert read_options({"functions": ["a:b"], "tool_calls": form}).tool_calls == form
+    for wrong in ("none", "glm", ""):
+        with pytest.raises(ValueError, match=r"^tool_calls: '(none|glm)?'"):
+            read_options({"functions": ["a:b"], "tool_calls": wrong})
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from penstock.protocols.mailbox import DeadlineError
 from penstock.services.data import open_source
 from penstock.services.data.config import NumbersData, ReasoningGymData
 from penstock.services.data.pictures import in_parts
+from penstock.services.environments.tool_calls import calls_in
 from penstock.services.gateway.asking import content_of
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.zmq_door import ZmqDoor
@@ -37,6 +38,7 @@ from penstock.services.players.playing import Score, play_run
 from penstock.services.players.registry import make_player
 from penstock.services.players.verifiers import VerifiersPlayer
 from penstock.services.runtime.errors import SetupError
+from penstock.services.turns.tool_calls import read_call
 from tests import seeing, shown
 from tests.gateway.conftest import model, tokenizers  # noqa: F401 - fixtures
 from tests.gateway.house import CALLS, House
@@ -424,6 +426,12 @@ def test_calls_are_told_to_a_class_as_hermes_writes_them() -> None:
     none = np.zeros(0, np.int32)
     reply = Reply(0, {"content": "Well.", "tool_calls": [call]}, "stop", none, none, none, 0.0)
     assert as_said(reply) == 'Well.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    assert as_said(reply, words=False) == as_said(reply).removeprefix("Well.\n")
+    arguments = {"code": "</tool_call><tool_call>{}"}
+    call = {**call, "function": {"name": "add", "arguments": json.dumps(arguments)}}
+    reply = Reply(0, {"content": "", "tool_calls": [call]}, "stop", none, none, none, 0.0)
+    ((name, read),) = [read_call(each) for each in calls_in(as_said(reply), "hermes", {})]
+    assert (name, read) == ("add", arguments), "what an argument says ends no call"
 
 
 def test_results_are_told_of_which_calls_they_are() -> None:

@@ -114,7 +114,7 @@ def test_what_an_environment_shows_is_seen_alike_by_engine_and_trainer(
         group = made(maker, engine[0], inbox, leased)
     finally:
         maker.close()
-    path = str(engine[1]._path)
+    path = str(engine[1].path)
     model = load_model(path, "float32", torch.device("cpu")).eval()
     give_sight(model, path, "float32", torch.device("cpu"))
     trajectories = list(group.trajectories)
@@ -150,7 +150,7 @@ def test_an_observation_that_nobody_answers_takes_its_pictures_with_it(engine: t
         group = made(maker, engine[0], inbox, lease())
     finally:
         maker.close()
-    path = str(engine[1]._path)
+    path = str(engine[1].path)
     model = load_model(path, "float32", torch.device("cpu")).eval()
     give_sight(model, path, "float32", torch.device("cpu"))
     assert all(not t.failure and 1 <= len(t.turns) < 9 and t.pictures for t in group.trajectories)

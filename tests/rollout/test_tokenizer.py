@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import string
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from penstock.services.modeling.load import load_tokenizer
 from penstock.services.reward.functions.number import number
 from penstock.services.runtime.errors import SetupError
 from penstock.services.turns.answers import Answer
+from penstock.services.turns.library_parsers import parser_of
 from penstock.services.turns.tokenizer import Tokenizer
+from penstock.services.turns.tool_calls import Call, Said
 from tests.rollout.test_stop_texts import SPECIAL, bytewise, letter, with_bytes_to_fall_back_on
 
 TEMPLATE = (
@@ -221,6 +224,44 @@ def test_thoughts_that_special_tokens_tell_apart_stay_apart_in_the_text(
     assert harmony.decode([row]) == [text]
     assert number(text, "-5") == float(text.endswith("-5"))
     assert "".join(spelled for spelled, _ in harmony.spelled(row)) == said
+
+
+ADD = Call("add", {"a": 1})
+COMMENTARY = "<|start|>assistant<|channel|>commentary"
+ROLE = '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1}'
+
+
+@pytest.mark.parametrize(
+    ("said", "left", "calls"),
+    [
+        (f"{THOUGHT}<|end|>{ASKS}", "<think>Option A? no.</think>", [ADD]),
+        (f"{THOUGHT}<|end|>{ROLE}<|call|>", "<think>Option A? no.</think>", [ADD]),
+        (f"{COMMENTARY}<|message|>Well.<|end|>{ROLE}<|end|>{ROLE}<|call|>", "Well.", [ADD, ADD]),
+        (f"{COMMENTARY} to=functions.now <|constrain|>json<|message|><|call|>", "", [Call("now", {})]),
+        (' to=functions.add<|channel|>commentary<|message|>{"a": 1}<|call|>', "", [ADD]),
+        (f'{ROLE}<|end|><|start|>functions.add to=assistant<|channel|>commentary<|message|>"2"<|end|>', "", [ADD]),
+        ('<|start|>user to=functions.add<|message|>{"a": 1}<|end|>', None, []),
+        (f"{COMMENTARY} to=functions.add<|message|>[1]<|call|>", None, []),
+        (f'{ROLE}<|end|>{COMMENTARY} to=functions.add<|message|>{{"a": <|call|>', None, []),
+        (f"{COMMENTARY} to=somebody<|message|>{{}}<|call|>", None, []),
+        (f"{THOUGHT} to=functions.add<|end|>{FINAL}<|return|>", None, []),
+        ("-5<|return|>", None, []),
+    ],
+)
+def test_calls_in_channels_are_those_that_are_addressed(
+    harmony: Tokenizer, said: str, left: str | None, calls: list[Call]
+) -> None:
+    row = harmony._tokenize(said)
+    told = Said(harmony.decode([row])[0], harmony.decode_marked(row), "[]")
+    parse = parser_of("harmony", harmony, "key")
+    assert parse(told) == (told.text if left is None else left, calls)
+    assert parse(replace(told, cut=True)) == (told.text, []), "half of a call would do for one"
+
+
+def test_a_tokenizer_without_channels_has_no_calls_in_them(tmp_path: Path) -> None:
+    make_tokenizer(set(string.printable)).save_pretrained(tmp_path)
+    with pytest.raises(SetupError, match=r"^key: harmony: the model's tokenizer has no special tokens for channels"):
+        parser_of("harmony", Tokenizer(str(tmp_path)), "key")
 
 
 def test_so_do_those_of_channels_that_are_opened_and_closed(tmp_path: Path) -> None:

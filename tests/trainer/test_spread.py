@@ -32,7 +32,7 @@ from penstock.services.modeling.towers import decoder_of
 from penstock.services.reference import service
 from penstock.services.reference.config import ReferenceConfig
 from penstock.services.reference.service import Reference
-from penstock.services.runtime.custom_scorer import Together
+from penstock.services.runtime.custom_scorer import SEVERAL
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.scorer import ScoringTask
 from tests import families
@@ -229,7 +229,7 @@ def test_teachers_and_graders_say_of_several_groups_what_they_say_of_each(tmp_pa
     given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "tokens_per_batch": 60}
     teachers = [Teacher(str(tmp_path / "teacher"), top_k=k, **given) for k in (0, 3)]
     for scorer in (*teachers, RewardModel(str(tmp_path / "grader"), **given)):
-        assert isinstance(scorer, Together) and 1 <= scorer.at_once(groups) < 6
+        assert all(hasattr(scorer, name) for name in SEVERAL) and 1 <= scorer.at_once(groups) < 6
         together = scorer.score_groups(groups, [{}] * 6)
         for found, group in zip(together, groups, strict=True):
             alone = score(scorer, group)
