@@ -226,7 +226,7 @@ class SamplingConfig(Section):
     """Tokens that end an answer, or a turn, beside those that the model and its chat template name, e.g. ``[151645]``:
     such an answer is finished, its last token is learned like any other, and evaluations end there too. Engines alone
     know them: checkpoints do not name them in generation_config.json, answers of rows (`given`) do not end by them, and
-    what reads calls out of an answer (`gateway.tool_calls`) is shown them."""
+    what reads calls out of an answer (`gateway.tool_calls`, the environment `tools`) is shown them."""
 
     @field_validator("stop")
     @classmethod

@@ -410,6 +410,12 @@ THINKS = "<|channel|>analysis<|message|>hm to=functions.add<|message|>no<|end|><
         ),
         ("tests.rollout.test_multi_turn:shouted", "I LOOK!add", "<tool_call>well</tool_call> no"),
         ("tests.rollout.test_multi_turn:shouted", 'x <tool_call>{"name": "y"}LOOK!add', "6"),
+        pytest.param(
+            "vllm:hermes",
+            '<tool_call>{"name": "add", "arguments": {"step": 3}}</tool_call>',
+            "6",
+            marks=pytest.mark.vllm,
+        ),
     ],
 )
 def test_calls_that_only_a_tokenizer_or_a_function_tells_apart_are_run(
