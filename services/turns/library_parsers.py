@@ -28,10 +28,12 @@ _TOOLS = json.dumps([{"type": "function", "function": {"name": "look", "paramete
 
 
 def parser_of(name: str, text: Tokenizer, key: str) -> Parser:
-    """The one that the config's ``key`` names; where it raises all is text, and, but for forms of which a call has an
-    end, where an answer was cut off. Raises `SetupError`."""
+    """The one that the config's ``key`` names; where it raises all is text, and so is, of those that would take half a
+    call for one, an answer that was cut off. Raises `SetupError`."""
     parse = careful(_named(name, text, key))
-    return parse if name in FORMS else lambda said: (said.text, []) if said.cut else parse(said)
+    if name in (HARMONY, TEMPLATE) or name.startswith(VLLM):
+        return lambda said: (said.text, []) if said.cut else parse(said)
+    return parse
 
 
 def _named(name: str, text: Tokenizer, key: str) -> Parser:
