@@ -23,16 +23,12 @@ def readers_each(config: Config, ranks: int) -> tuple[int, float]:
     """References and scorers beside an engine on one GPU of a trainer of so many ``ranks`` (`run.placement`:
     colocated): how many at most, and GiB of theirs at most, as `placement.seated` deals them. What is of no known size
     counts as nothing."""
-    sizes = [reference_gib(config) or 0.0] * references_seats(config)
+    seats = config.reference.count * config.reference.gpus if config.with_reference else 0
+    sizes = [reference_gib(config) or 0.0] * seats
     for kind, scorer in config.scorers.items():
         sizes += [scorer_gib(config, kind) or 0.0] * (0 if scorer.own_gpus else scorer.count * scorer.gpus)
     dealt = [sizes[place::ranks] for place in range(ranks)]
     return max(map(len, dealt)), max(map(sum, dealt))
-
-
-def references_seats(config: Config) -> int:
-    """GPUs of all references, each counted as often as it has one."""
-    return config.reference.count * config.reference.gpus if config.with_reference else 0
 
 
 def reference_gib(config: Config) -> float | None:

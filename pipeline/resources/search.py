@@ -196,7 +196,8 @@ def _colocated(
 ) -> Iterator[Layout]:  # fmt: skip
     """Rollouts, references, and a critic, on the GPUs of a trainer that has all that no scorer has."""
     ranks = count - gpus_but(config, ("trainer", *sharers(config)))
-    wide = [registry.actors(config)[kind].gpus(config) for kind in guests_beside_rollouts(config)]
+    specs = registry.actors(config)
+    wide = [specs[kind].gpus(config) for kind in guests_beside_rollouts(config)]
     if ranks < 1 or (ranks > MACHINE and ranks % MACHINE) or max(wide, default=0) > min(ranks, MACHINE):
         return
     (each, beside), critics = readers_each(config, ranks), critics_each(config)

@@ -97,6 +97,7 @@ class World:
         )  # fmt: skip
         self._columns = {kind: [c for c in columns if c.scorer == kind] for kind in {c.scorer for c in columns}}
         counts = {kind: registry.actors(config)[kind].count(config) for kind in self._columns}
+        self._beside = {k: [self._engines_beside(k, n) for n in range(counts[k])] for k in counts if self._sleeps(k)}
         self._scorers = {
             kind: Scorer(self.clock, counts[kind], partial(self._beside_engines, kind)) if self._sleeps(kind)
             else Scorer(self.clock, counts[kind])
@@ -294,14 +295,16 @@ class World:
     def _sleeps(self, kind: str) -> bool:
         return self._config.run.colocated and is_guest(self._config, kind)
 
-    def _beside_engines(self, kind: str, scorer: int, begins: bool) -> None:
-        """A scorer that is a guest computes in the place of the engines whose GPUs it has."""
-        each = max(1, registry.actors(self._config)["rollout"].gpus(self._config))
+    def _engines_beside(self, kind: str, scorer: int) -> set[int]:
+        """Those whose GPUs a scorer that is a guest has: it computes in their place."""
         if self._config.reference.device == "cpu" or self._costs.cores is not None:  # whose cores the clock shares
-            return
-        for engine in {seat // each for seat in seats_of(self._config, kind, scorer)}:
-            if engine < len(self._rollouts):
-                self._rollouts[engine].engine.hold(begins)
+            return set()
+        each = max(1, registry.actors(self._config)["rollout"].gpus(self._config))
+        return {e for seat in seats_of(self._config, kind, scorer) if (e := seat // each) < self._config.rollout.count}
+
+    def _beside_engines(self, kind: str, scorer: int, begins: bool) -> None:
+        for engine in self._beside[kind][scorer]:
+            self._rollouts[engine].engine.hold(begins)
 
     def _trained(self, made: list[Finished], tokens: int, seconds: float) -> None:
         self.clock.ends()

@@ -104,7 +104,7 @@ class RewardModel:
         self._resting = Resting(self._device)
 
     def at_once(self, groups: Sequence[Group]) -> int:
-        """See `custom_scorer.Together`: as many as have, together, about the tokens of a forward pass."""
+        """See `custom_scorer.SEVERAL`: as many as have, together, about the tokens of a forward pass."""
         sizes = itertools.accumulate(sum(len(each.tokens) for each in group.trajectories) for group in groups)
         return max(1, sum(size <= self._budget for size in sizes))
 

@@ -45,7 +45,7 @@ class Teacher:
             raise SetupError(f"options.top_k={self._k}: {path} has {known} tokens; take no more")
 
     def at_once(self, groups: Sequence[Group]) -> int:
-        """See `custom_scorer.Together`."""
+        """See `custom_scorer.SEVERAL`."""
         return self._frozen.at_once(groups)
 
     def score_group(self, group: Group, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

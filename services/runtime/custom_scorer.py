@@ -10,15 +10,14 @@ class Surprise:                                   # scorers: {surprise: {scorer:
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import structlog
 from pydantic import Field, model_validator
 
 from penstock.protocols.columns import Column, ColumnError, Per, top_columns
-from penstock.protocols.experience import Group
 from penstock.services.runtime import device_turn, health
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.device_turn import Guest
@@ -136,20 +135,10 @@ class ScorerConfig(Section):
         return self
 
 
-class Together(Protocol):
-    """A class that scores several groups faster than one after the other."""
-
-    def at_once(self, groups: Sequence[Group]) -> int:
-        """How many of the first of ``groups`` it takes together."""
-
-    def score_groups(
-        self, groups: Sequence[Group], columns: Sequence[Mapping[str, np.ndarray]]
-    ) -> Sequence[Mapping[str, np.ndarray]]:
-        """``score_group`` of each."""
-
-
 SEVERAL, PARTED = ("at_once", "score_groups"), 3
-"""Methods of such a class; and after how many failures in a row it is given one group at a time."""
+"""Methods of a class that scores several groups faster than one after the other: how many of the first of some groups
+it takes together, and ``score_group`` of each of these; and after how many failures in a row it is given one at a
+time."""
 
 
 def check_methods(made: Any, config: ScorerConfig, key: str) -> None:

@@ -52,7 +52,7 @@ def _named(name: str, text: Tokenizer, key: str) -> Parser:
 
 def check_channels(text: Tokenizer, key: str) -> None:
     """Raises `SetupError` where no answer can have channels, in which calls of ``harmony`` are."""
-    if not text.has_channels:
+    if text.channels is None:
         raise SetupError(
             f"{key}: harmony: the model's tokenizer has no special tokens for channels, as gpt-oss' has; name the form "
             "in which its chat template tells of calls"

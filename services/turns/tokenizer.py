@@ -49,7 +49,7 @@ class Tokenizer:
         self.path, self.given = path, dict(template or {})
         """Where it lies, and what the run says of its chat template."""
         self._tokenizer = load_tokenizer(path, template)
-        self._template = {name: value for name, value in (template or {}).items() if name != "chat_template"}
+        self._template = {name: value for name, value in self.given.items() if name != "chat_template"}
 
     def encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None = None) -> np.ndarray:
         """int32 ``[tokens]``. Chats go through the chat template, with the JSON schemas of ``tools``, or else of the
@@ -310,12 +310,13 @@ class Tokenizer:
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """The text of each row, special tokens left out; thoughts that these alone tell apart stand in ``<think>``."""
-        if self._channels:
-            return [self._channels.text(row) for row in rows]
+        if self.channels:
+            return [self.channels.text(row) for row in rows]
         return self._decoded(rows)
 
     @cached_property
-    def _channels(self) -> Channels | None:
+    def channels(self) -> Channels | None:
+        """Where special tokens tell apart what is thought, said and asked of tools, as gpt-oss'."""
         return Channels.of(self._special, lambda row: self._decoded([row])[0])
 
     def _decoded(self, rows: Sequence[Sequence[int]]) -> list[str]:
@@ -351,11 +352,6 @@ class Tokenizer:
         always think."""
         end = self._tokenizer.decode(given[-MOST_OF_TAG:].tolist(), skip_special_tokens=False)
         return end.rstrip().endswith(THINK)
-
-    @property
-    def has_channels(self) -> bool:
-        """Special tokens tell apart what it thinks, says, and asks of tools, as gpt-oss'."""
-        return self._channels is not None
 
     @property
     def has_response_template(self) -> bool:

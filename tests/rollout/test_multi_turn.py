@@ -15,7 +15,7 @@ import pytest
 
 from penstock.pipeline.models.characters import ALPHABET
 from penstock.pipeline.models.tiny import make_tokenizer
-from penstock.protocols.experience import UNSAMPLED, Group, Prompt, Sampling
+from penstock.protocols.experience import UNSAMPLED, Group, Prompt, Sampling, Trajectory
 from penstock.protocols.messages import Lease
 from penstock.protocols.packed_groups import pack_group, unpack_group
 from penstock.services.broker.config import EvalSampling
@@ -391,6 +391,18 @@ def test_tools_of_a_server_and_python_are_told_of_called_and_read(tmp_path: Path
     assert told.turns == (python + '<tool_call>{"name": "look"}</tool_call>', maybe)
 
 
+def counted(table: Table, target: int, new: int) -> Trajectory:
+    """The one trajectory of a task of `games.Adding`."""
+    row = {"prompt": "count", "target": target}
+    task = Prompt(index=0, messages=[{"role": "user", "content": "count"}], truth=row)
+    try:
+        (found,) = table.play(lease(n=1, new=new).model_copy(update={"prompt": task}))
+    finally:
+        table.maker.close()
+    (told,) = group(found).trajectories
+    return told
+
+
 def shouted(said: str) -> tuple[str, list[Call]]:
     """``LOOK!NAME``: a parser of the user's own."""
     words, _, name = said.partition("LOOK!")
@@ -428,13 +440,7 @@ def test_calls_that_only_a_tokenizer_or_a_function_tells_apart_are_run(
     table = Table(tmp_path, model, 500, environment="tools", options=options, max_turns=3)
     table.text._tokenizer.chat_template = CHAT.replace("<eos>", CALLS + "<eos>")
     table.engine = table.maker._engine = engine = Scripted(table.text, asks, answer)  # type: ignore[assignment]
-    row = {"prompt": "count", "target": 3}
-    task = Prompt(index=0, messages=[{"role": "user", "content": "count"}], truth=row)
-    try:
-        (found,) = table.play(lease(n=1, new=200).model_copy(update={"prompt": task}))
-    finally:
-        table.maker.close()
-    (told,) = group(found).trajectories
+    told = counted(table, 3, 200)
     assert not told.failure and len(told.turns) == 2 and told.rewards.sum() == 1.0
     assert "<tool>" in engine.read[1] and np.count_nonzero(told.loss_mask) == len(table.text._tokenize(asks + answer))
 
@@ -449,13 +455,7 @@ def test_an_objects_reward_is_the_last_turns_also_where_no_turn_or_room_is_left(
     table.text._tokenizer.chat_template = CHAT
     call = '<tool_call>{"name": "add", "arguments": {"step": 3}}</tool_call>'
     table.engine = table.maker._engine = Scripted(table.text, *[call] * 9)  # type: ignore[assignment]
-    row = {"prompt": "count", "target": 6}
-    task = Prompt(index=0, messages=[{"role": "user", "content": "count"}], truth=row)
-    try:
-        (found,) = table.play(lease(n=1, new=70).model_copy(update={"prompt": task}))
-    finally:
-        table.maker.close()
-    (told,) = group(found).trajectories
+    told = counted(table, 6, 70)
     assert told.turns == (call, call) and told.finish == "length" and not told.failure
     (place,) = np.flatnonzero(told.rewards)
     assert told.rewards[place] == 1.0 and place == np.flatnonzero(told.loss_mask)[-1]
