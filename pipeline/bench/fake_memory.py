@@ -30,7 +30,7 @@ from penstock.pipeline.resources.model_files import config_file
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.trainer_memory import at_once, keeps_whole_gradients, of_stage
 from penstock.protocols.digests import Gmac
-from penstock.services.learning import muon
+from penstock.services.learning import host_moments, muon
 from penstock.services.modeling import attention, head
 from penstock.services.modeling.attention import Segments
 from penstock.services.modeling.dtypes import DTYPES
@@ -69,8 +69,10 @@ class Memory(TorchDispatchMode):
         self.now = self.peak = 0
         """Bytes."""
         self._sizes: dict[int, int] = {}
+        self._hosts: set[int] = set()
+        """Those of them that lie in the host's memory, and take none of the device's."""
         self._on_host = False
-        """What is made now lies in the host's memory."""
+        """What is made now lies there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs ``func``; of a cut tensor the parts are counted, when their own turn comes."""
@@ -84,29 +86,38 @@ class Memory(TorchDispatchMode):
 
     def _see(self, storage: Any) -> None:
         key = storage._cdata
-        if key not in self._sizes and not self._on_host:
+        if key not in self._sizes:
             self._sizes[key] = 0
+            if self._on_host:
+                self._hosts.add(key)
             self._resized(key, storage.nbytes())
             weakref.finalize(storage, self._gone, key)
 
     def _resized(self, key: int, nbytes: int) -> None:
-        size = -(-nbytes // ROUND) * ROUND
+        size = 0 if key in self._hosts else -(-nbytes // ROUND) * ROUND
         self.now += size - self._sizes[key]
         self._sizes[key] = size
         self.peak = max(self.peak, self.now)
 
     def _gone(self, key: int) -> None:
         self.now -= self._sizes.pop(key, 0)
+        self._hosts.discard(key)
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """What is made in it lies there."""
+        self._on_host = True
+        try:
+            yield
+        finally:
+            self._on_host = False
 
     def host_keeps_saved(self) -> AbstractContextManager[Any]:
         """As `torch.autograd.graph.save_on_cpu`, where host and device are told apart by this count alone."""
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            self._on_host = True
-            try:
+            with self.on_host():
                 return tensor.clone()
-            finally:
-                self._on_host = False
 
         return torch.autograd.graph.saved_tensors_hooks(pack, torch.Tensor.clone)
 
@@ -151,6 +162,13 @@ def trainer_peak(config: Config, gpu_gib: float | None, rank: int = 0) -> float:
     start._prepare(model, adapter, str(folder), config.model.dtype, trainer.freeze, trainer.train_towers)
     head.compute_head_in(model, config.model.head_dtype)
     shard(model, world, config.model.dtype)  # without memory yet, and over meshes that are real
+    made = host_moments._page
+
+    def page(size: int) -> torch.Tensor:
+        with memory.on_host():
+            return made(size)
+
+    vars(host_moments)["_page"] = page
     with memory.counting():
         start._materialize(model, CPU, CPU)
         learner = Learner(model, trainer, 1.0, world)

@@ -28,6 +28,7 @@ MEANS = {
     "selective": ["gradient_checkpointing=selective"],
     "none": ["gradient_checkpointing=false"],
     "activations on the host": ["gradient_checkpointing=true", "offload_activations=true"],
+    "moments on the host": ["gradient_checkpointing=true", "offload=optimizer"],
     "LoRA of rank 32": ["gradient_checkpointing=true", "lora.rank=32"],
 }
 """Overrides of the section `trainer`."""

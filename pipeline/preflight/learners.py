@@ -40,8 +40,8 @@ def look(config: Config, report: Report) -> None:
 
         with report.collect():
             freeze(empty_model(path), config.trainer.freeze)
-    if config.trainer.offload and config.weights.transport in ("nccl", "cuda_ipc"):
+    if config.trainer.weights_on_host and config.weights.transport in ("nccl", "cuda_ipc"):
         report.problems.append(
-            f"weights.transport: {config.weights.transport} sends weights that lie on a GPU, and with trainer.offload "
-            "they lie on the host; use auto, or set trainer.offload=false"
+            f"weights.transport: {config.weights.transport} sends weights that lie on a GPU, and with "
+            "trainer.offload=true they lie on the host; use auto, or set trainer.offload=optimizer"
         )

@@ -204,7 +204,7 @@ def _look_at_memory(config: Config, folder: Path, report: Report) -> None:
     needs = host_needs(config)
     if needs is None or "trainer" in config.run.elsewhere:
         return
-    by_host = config.trainer.offload or config.run.colocated  # nccl sends what lies on a GPU
+    by_host = config.trainer.weights_on_host or config.run.colocated  # nccl sends what lies on a GPU
     other = "" if by_host else ", or set weights.transport=nccl"
     room, memory = shutil.disk_usage(directory()).total / GIB, allowance.memory()[0] / GIB
     key = folder / "run.key"

@@ -217,7 +217,8 @@ def shape_words(trainer: TrainerConfig) -> str:
 def memory_words(trainer: TrainerConfig) -> str:
     """``ckpt host act``: what spares memory."""
     checkpointing = {True: "ckpt", "selective": "part", False: ""}[trainer.gradient_checkpointing]
-    words = (checkpointing, "host" * trainer.offload, "act" * trainer.offload_activations)
+    offload = {True: "host", "optimizer": "opt", False: ""}[trainer.offload]
+    words = (checkpointing, offload, "act" * trainer.offload_activations)
     return " ".join(filter(None, words))
 
 

@@ -47,7 +47,7 @@ class HostNeeds:
     shared: float
     """Shared memory: a version may be served, another fetched, a third made, while a fourth is held by a reader."""
     offloaded: float
-    """What lies on the host in the GPUs' place (`trainer.offload`)."""
+    """What lies on the host in the GPUs' place (`trainer.offload`), whether the trainer rests or not."""
     activations: float
     """What its layers keep for a backward pass, of all ranks (`trainer.offload_activations`)."""
     resting: float
@@ -165,13 +165,14 @@ def host_needs(config: Config) -> HostNeeds | None:
     frozen, codes = (size / GIB for size in frozen_bytes(shape, config.trainer))
     trained = shape.adapter(lora.rank, lora.targets, lora.exclude) if lora else shape.learned
     state = state_bytes(config.trainer.optimizer, trained, 0 if lora else shape.ends - shape.frozen_ends)
+    means = (state - 4 * trained) / GIB
     state = (state + teacher_bytes(config.trainer, trained) + 4 * shape.frozen) / GIB
     published = version_bytes(shape, config.trainer) / GIB
     shared = SEGMENTS * published if config.weights.transport in ("auto", "shm") else 0.0
     copies = config.trainer.replicas  # each has all of it, and so has the host of each
     towers = tower_bytes(shape, config.trainer) / GIB
-    offloaded = 0.0
-    if config.trainer.offload:  # weights, and gradients, which are registered with CUDA
+    offloaded = copies * means if config.trainer.means_on_host else 0.0
+    if config.trainer.weights_on_host:  # weights, and gradients, which are registered with CUDA
         more = registered_share(shape, config.trainer.shards) - 1
         weights = frozen if lora else copies * (8 * trained + 4 * shape.frozen) / GIB
         offloaded = copies * (state + 4 * trained / GIB + towers) + frozen + more * weights
@@ -180,7 +181,8 @@ def host_needs(config: Config) -> HostNeeds | None:
         routing = engine.max_sequences * engine.max_length * shape.routed_bytes / GIB
     resting = 0.0
     if config.run.colocated:
-        resting = codes + (0.0 if config.trainer.offload else copies * (state + towers) + frozen)
+        kept_here = copies * (state + towers) + frozen - offloaded
+        resting = codes + (0.0 if config.trainer.weights_on_host else kept_here)
     reference = _version(shape_of(config, config.reference.path) or shape)
     learned = critic_shape(config) or shape
     shares = config.run.colocated and shares_devices(config)
@@ -219,9 +221,10 @@ def _critic(shape: Shape, critic: CriticConfig, rests: bool) -> tuple[float, flo
     state = state_bytes(critic.optimizer, trained, 0 if lora else shape.ends)
     frozen, codes = frozen_bytes(shape, critic)
     towers = tower_bytes(shape, critic)
-    kept = critic.offload * (critic.replicas * (state + 4 * trained + towers) + frozen)
+    means = critic.replicas * (state - 4 * trained) * critic.means_on_host
+    kept = critic.weights_on_host * (critic.replicas * (state + 4 * trained + towers) + frozen) + means
     if rests:
-        kept += codes + (not critic.offload) * (critic.replicas * (state + towers) + frozen)
+        kept += codes + (not critic.weights_on_host) * (critic.replicas * (state + towers) + frozen - means)
     return state / GIB, kept / GIB
 
 

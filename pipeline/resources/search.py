@@ -314,9 +314,11 @@ def shapes(shape: Shape, plain: TrainerConfig) -> Iterator[TrainerConfig]:
         if not shape.deals(sequence, tensor):
             continue
         for checkpointing, offload, offload_activations in product(
-            (False, "selective", True), (False, True), (False, True)
+            (False, "selective", True), (False, "optimizer", True), (False, True)
         ):
-            if (offload or offload_activations) and tensor > 1:
+            if (offload is True or offload_activations) and tensor > 1:
+                continue
+            if offload == "optimizer" and plain.optimizer.moments == "8bit":
                 continue
             if offload_activations and checkpointing is not True:
                 continue

@@ -31,6 +31,8 @@ SELECTIVE_SHARE = 0.15
 """Of a forward pass, that selective checkpointing takes: norms and activations again, which memory bounds."""
 HOST_UPDATE_GB_S = 20.0
 """At which a host's processor reads and writes memory for one rank, of eight that share it."""
+MEANS_BYTES = 8
+"""Of AdamW's two means of a parameter, one way; or of Muon's, there and back."""
 UPDATE_BYTES = 28
 """That AdamW reads and writes of a parameter: it, its gradient, and both moments."""
 MUON_BYTES = 20
@@ -116,7 +118,7 @@ def _stage_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) -
     gathered += sums * _replicated(shape, trainer) / _between(trainer.ranks, device)
     waits = passes * _shared(shape, trainer) / (device.link_gb_s * 1e9 * LINK_SHARE)
     waits += passes * _routed(shape, trainer) / _between(trainer.expert_parallel, device)
-    if trainer.offload:  # each gathered shard comes from the host twice, in fp32, and what is summed goes there
+    if trainer.weights_on_host:  # each gathered shard comes from the host twice, in fp32, and what is summed goes there
         waits += (8 * passes + 4 * sums) * _cut(shape, trainer) / (device.host_gb_s * 1e9 * LINK_SHARE)
     if trainer.offload_activations:
         kept, _ = activations(replace(shape, longest=0), trainer)  # of a micro-batch as most are
@@ -130,18 +132,21 @@ def _update_s(shape: Shape, trainer: TrainerConfig, device: Device) -> float:
     they get there and back, and the arithmetic of its iteration, where it is no adapter's."""
     lora = trainer.lora
     trained = _learned(shape, trainer)
-    bytes_s = (HOST_UPDATE_GB_S if trainer.offload else device.gb_s * LINK_SHARE) * 1e9
+    bytes_s = (HOST_UPDATE_GB_S if trainer.weights_on_host else device.gb_s * LINK_SHARE) * 1e9
+    by_host = device.host_gb_s * 1e9 * LINK_SHARE
+    visit_s = MEANS_BYTES / by_host if trainer.means_on_host else 0.0  # in and out at once
     if trainer.optimizer.type == "adamw":
-        return UPDATE_BYTES * trained / bytes_s
+        return trained * max(UPDATE_BYTES / bytes_s, visit_s)
     ends = 0 if lora else shape.ends * trainer.replicas / trainer.ranks
     seconds = (MUON_BYTES * (trained - ends) + UPDATE_BYTES * ends) / bytes_s
+    seconds += visit_s * trained
     if lora:
         return seconds
     shared = (shape.layers * shape.shared + shape.mixtures * shape.router) * trainer.replicas / trainer.ranks
     alone = trainer.replicas / trainer.ranks
     seconds += 2 * 2 * shared * (1 - alone) / _between(trainer.ranks // trainer.replicas, device)  # in bf16
-    if trainer.offload:
-        seconds += 2 * 2 * (trained - ends) / (device.host_gb_s * 1e9 * LINK_SHARE)
+    if trainer.weights_on_host:
+        seconds += 2 * 2 * (trained - ends) / by_host
     flops = trainer.optimizer.newton_schulz * alone * _iteration_flops(shape)
     return seconds + flops / (device.tflops * 1e12 * FLOPS_SHARE)
 
@@ -175,9 +180,11 @@ def rest_s(shape: Shape, trainer: TrainerConfig, device: Device) -> float:
     lora, (frozen, codes) = trainer.lora, frozen_bytes(shape, trainer)
     trained = _learned(shape, trainer)
     ends = 0 if lora else shape.ends * trainer.replicas / trainer.ranks
-    still = codes if trainer.offload else codes + frozen  # it comes back, and does not go: it is there
-    kept = 0.0 if trainer.offload else state_bytes(trainer.optimizer, trained, ends) + teacher_bytes(trainer, trained)
-    kept += 4 * (_cut(shape, trainer) - trained) * (not lora and not trainer.offload)
+    if trainer.weights_on_host:
+        return codes / trainer.ranks / (device.host_gb_s * 1e9 * LINK_SHARE)
+    still = codes + frozen  # it comes back, and does not go: it is there
+    kept = 4 * trained if trainer.offload else state_bytes(trainer.optimizer, trained, ends)
+    kept += teacher_bytes(trainer, trained) + 4 * (_cut(shape, trainer) - trained) * (not lora)
     return (2 * kept + still / trainer.ranks) / (device.host_gb_s * 1e9 * LINK_SHARE)
 
 

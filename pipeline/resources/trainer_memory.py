@@ -63,7 +63,8 @@ def _parts(
     where a later micro-batch's backward begins, or where embedding and head are summed, or gathered. Always there, and
     cut: fp32 weights, their gradient and the optimizer's state; the version that is published, in 16 bits. With an
     adapter that alone has gradient and state, and the model is in what is computed with: bf16, or else fp32. What Muon
-    puts together of matrices in an update is less than an update finds free: units and activations are gone by then."""
+    puts together of matrices in an update, and what visits of means that lie on the host, is less than an update finds
+    free: units and activations are gone by then."""
     lora, tensor, shards, wide = trainer.lora, trainer.tensor_parallel, trainer.shards, shape.learned_bytes
     # Of a layer, what one rank gathers: experts are not cut by tensor parallelism, but dealt out.
     dealt, mixtures = shape.experts / trainer.expert_parallel, shape.mixtures
@@ -88,7 +89,8 @@ def _parts(
         sums = (wide + 4) * shape.ends
         if trainer.replicas > 1:  # each layer's part is kept beside its gradient until all replicas' are summed
             sums += 4 * (cut - shape.ends / shards)
-    if trainer.ranks == 1 and shape.whole and wide == 4 and not trainer.offload:  # not cut, so nothing is gathered
+    # Not cut, so nothing is gathered.
+    if trainer.ranks == 1 and shape.whole and wide == 4 and not trainer.weights_on_host:
         ends, layers, sums = 0 if lora else 8 * shape.head, 0.0, 0.0  # the head's gradient, and a chunk's
     turned = sum(matrix.numbers for name, matrix in shape.matrices.items() if name in ("o_proj", "down_proj"))
     kept, inner = activations(shape, trainer, in_flight)
@@ -101,13 +103,13 @@ def _parts(
         "weights": wide * (cut - shape.layers * in_codes / shards) + 4 * trained if lora else 4 * cut,
         "towers": (wide if lora else 4) * shape.towers / shards,
         "gradients": 4.0 * (summed if keeps else trained),
-        "optimizer": _kept_bytes(trainer.optimizer, trained, 0 if lora else (shape.ends - shape.frozen_ends) / shards),
+        "optimizer": _kept_bytes(trainer, trained, 0 if lora else (shape.ends - shape.frozen_ends) / shards),
         "teacher": teacher_bytes(trainer, trained),
         "published version": _staged_bytes(shape, trainer, trained, staged),
         "rows of what is cut by columns": 4 * shape.layers * turned / tensor / shards * (tensor > 1),
     }
-    parts = (held if not trainer.offload else {}) | {
-        "gradients until they are summed": 4.0 * summed * (keeps and trainer.offload),
+    parts = (held if not trainer.weights_on_host else {}) | {
+        "gradients until they are summed": 4.0 * summed * (keeps and trainer.weights_on_host),
         "weights in 4 bits": codes,
         "one of them, whole": wide * max((matrix.size for matrix in coded), default=0),
         "towers that see": shape.sight_bytes,
@@ -131,11 +133,13 @@ def _logits_bytes(shape: Shape, trainer: TrainerConfig) -> float:
     return LOGITS_GIB / 2 * chunks * GIB * shape.ends_here
 
 
-def _kept_bytes(optimizer: OptimizerConfig, trained: float, ends: float) -> float:
+def _kept_bytes(learner: LearnerConfig, trained: float, ends: float) -> float:
     """Of what the optimizer keeps on a device."""
-    if optimizer.moments == "8bit":
+    if learner.means_on_host:
+        return 0.0
+    if learner.optimizer.moments == "8bit":
         return EIGHT_BIT_BYTES * trained
-    return state_bytes(optimizer, trained, ends) - 4 * trained
+    return state_bytes(learner.optimizer, trained, ends) - 4 * trained
 
 
 def frozen_bytes(shape: Shape, trainer: LearnerConfig) -> tuple[float, float]:
@@ -228,7 +232,7 @@ def _state_numbers(linear: Linear) -> float:
 def keeps_whole_gradients(trainer: TrainerConfig, shape: Shape, gpu_gib: float | None) -> bool:
     """Each rank keeps the gradient of all that learns of the model, or stage, over a step's micro-batches, on a GPU of
     ``gpu_gib``."""
-    if (trainer.ranks == 1 and not trainer.offload) or trainer.sum_gradients == "micro_batch":
+    if (trainer.ranks == 1 and not trainer.weights_on_host) or trainer.sum_gradients == "micro_batch":
         return False
     if trainer.sum_gradients == "step":
         return True

@@ -124,8 +124,8 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
         "Shape: replicas (R), sequence (SP), tensor (TP), expert (EP) "
         "and pipeline parallelism (PP). "
         "Spares: memory, by computing again what a layer gave (ckpt: gradient_checkpointing=true) or part of it (part: "
-        "selective), and by keeping weights (host: offload) or activations (act: offload_activations) on the host. GiB "
-        "of a rank. Rollouts: "
+        "selective), and by keeping the optimizer's means (opt: offload=optimizer), weights too (host: offload=true), "
+        "or activations (act: offload_activations) on the host. GiB of a rank. Rollouts: "
         "engines x GPUs; *: on the trainer's own (run.placement=colocated). Refs: reference.count. Seconds of a step: "
         "the trainer's, the rollouts', of all side by side (*: in turn), and of one after the other (gate.max_lag=0); "
         "a critic's and the references' are in the last two",

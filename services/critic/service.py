@@ -176,8 +176,9 @@ def make(context: ActorContext, config: Any, kind: str) -> Critic | WorkerRank:
         begun = Path(weights) if weights != path else None  # a checkpoint; with an adapter it has that alone
         adapter = Adapter.of(critic.lora, begun, "critic.lora") if critic.lora else None
         model = load_trainable(
-            path if adapter else weights, world, device, config.model.dtype, "value", adapter, critic.offload, key
-        )
+            path if adapter else weights, world, device, config.model.dtype, "value", adapter, critic.weights_on_host,
+            key,
+        )  # fmt: skip
         give_learners_sight(model, path, config.model.dtype, device, key)
         return CriticLearner(
             model, own, config.trainer.counted_steps, gamma, lam, config.trainer.algorithm.penalties, world

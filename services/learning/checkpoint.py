@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.services.learning.joined_files import join_weights, numbered
 from penstock.services.learning.model_learner import ModelLearner
-from penstock.services.learning.optimizer import MOMENTS, is_eight_bit, local, restore_state, state_names
+from penstock.services.learning.optimizer import MOMENTS, keeps_on_device, local, restore_state, state_names
 from penstock.services.learning.shard_writer import ShardWriter
 from penstock.services.modeling.adapter_files import FILE
 from penstock.services.modeling.experts import is_experts, one_as_in_files
@@ -295,7 +295,7 @@ def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:
         reader = HuggingFaceStorageReader(str(folder))
         sizes = {key: tuple(found.size) for key, found in reader.read_metadata().state_dict_metadata.items()}
         into: dict[str, dict[str, torch.Tensor]] = {}
-        eight_bit = is_eight_bit(learner.optimizer)
+        hosts = None if keeps_on_device(learner.optimizer) else learner.world
         for name, parameter in learner.parameters.items():
             names = state_names(learner.optimizer, parameter)
             saved = [key.removeprefix(f"{name}/") for key in sizes if key.startswith(f"{name}/")]
@@ -310,7 +310,7 @@ def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:
             if found != wanted:
                 raise CheckpointError(f"{path}: {name} has shape {found}, the model's has {wanted}")
             kept = [*names, AVERAGE] if AVERAGE in saved and learner.average else names
-            into[name] = empty_state(parameter, kept, learner.world if eight_bit else None)
+            into[name] = empty_state(parameter, kept, hosts)
         flat = {f"{name}/{key}": tensor for name, tensors in into.items() for key, tensor in tensors.items()}
         dcp.load(flat, storage_reader=reader, process_group=learner.world.save_group, no_dist=learner.world.size == 1)
         flat.clear()
@@ -324,7 +324,7 @@ def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:
 def empty_state(parameter: torch.Tensor, names: Iterable[str], hosts: World | None = None) -> dict[str, torch.Tensor]:
     """The optimizer's tensors for ``parameter``, by ``names``, to be filled: cut as it is, but for AdamW's ``step``,
     and all on its device, where a fused step looks for them; with ``hosts`` its moments on those, since a device that
-    keeps them in 8 bits may have no room for them in fp32."""
+    keeps them in 8 bits, or not at all, may have no room for them in fp32."""
 
     def empty(key: str) -> torch.Tensor:
         if key == "step":

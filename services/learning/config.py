@@ -177,16 +177,18 @@ class LearnerConfig(Section):
     tokens_per_micro_batch: int = Field(8192, ge=1)
     """Tokens of one forward and backward pass, padding included; fewer need less memory, the result is the same."""
     sum_gradients: Literal["auto", "micro_batch", "step"] = "auto"
-    """When several ranks sum their gradients, or one brings its own to the host (`offload`): after each
+    """When several ranks sum their gradients, or one brings its own to the host (`offload: true`): after each
     ``micro_batch``, which needs the least memory; or once a ``step``, for which each rank keeps the gradient of the
     whole model in fp32 (4 bytes a parameter). ``auto``: once a step where that takes at most a fifth of the memory that
     is free, but never with `run.deterministic`. The result is the same, up to rounding."""
     gradient_checkpointing: bool | Literal["selective"] = False
     """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time.
     ``selective``: what matrices and attention gave is kept, and only what is cheap is computed again."""
-    offload: bool = False
-    """Weights, gradients and the optimizer's state lie in host memory, e.g. ``true``: 16 bytes a parameter less on the
-    GPUs, and the update is computed by the host. Slow; for models that fit in no other way."""
+    offload: bool | Literal["optimizer"] = False
+    """What lies in host memory. ``optimizer``: the optimizer's means alone, 8 bytes a parameter less on the GPUs; they
+    visit for the update, a part at a time, which takes as long as PCIe needs for them. ``true``: weights and gradients
+    too, 16 bytes a parameter in all, and the update is computed by the host. Slow; for models that fit in no other
+    way."""
     offload_activations: bool = False
     """What `gradient_checkpointing` keeps for the backward pass, the input of each layer, lies in host memory, e.g.
     ``true``."""
@@ -213,6 +215,16 @@ class LearnerConfig(Section):
         return self.ranks // (self.replicas * self.tensor_parallel * self.pipeline_parallel)
 
     @property
+    def weights_on_host(self) -> bool:
+        """And all else that there is of each."""
+        return self.offload is True
+
+    @property
+    def means_on_host(self) -> bool:
+        """The optimizer's, and they alone."""
+        return self.offload == "optimizer"
+
+    @property
     def sends_adapter(self) -> bool:
         """Versions consist of an adapter alone."""
         return False
@@ -224,10 +236,16 @@ class LearnerConfig(Section):
 
     @model_validator(mode="after")
     def _ranks_are_dealt(self) -> LearnerConfig:
-        if (self.offload or self.offload_activations) and self.tensor_parallel > 1:
+        if (self.weights_on_host or self.offload_activations) and self.tensor_parallel > 1:
+            what = "offload=true" if self.weights_on_host else "offload_activations"
             raise ValueError(
-                f"{'offload' if self.offload else 'offload_activations'}: what ranks of tensor_parallel share must lie "
-                "where they compute; set one of the two to its default"
+                f"{what}: what ranks of tensor_parallel share must lie where they compute; set one of the two to its "
+                f"default{', or offload to optimizer' * self.weights_on_host}"
+            )
+        if self.means_on_host and self.optimizer.moments == "8bit":
+            raise ValueError(
+                "offload=optimizer: moments of 8 bits are updated where they lie, and take a quarter; set "
+                "optimizer.moments=float32, or offload=false"
             )
         if self.lora and self.tensor_parallel > 1:
             raise ValueError(

@@ -89,7 +89,8 @@ class ModelLearner:
         """Which nothing changes."""
         self.published: dict[str, torch.Tensor | Gathered] = self._published(every) if self.PUBLISHES else {}
         """What a version consists of."""
-        self.optimizer = make_optimizer(model, self.parameters, config.optimizer, self.world)
+        on_host = config.means_on_host
+        self.optimizer = make_optimizer(model, self.parameters, config.optimizer, self.world, on_host)
         model.train()
         self.config = copy.deepcopy(model.config)
         """The model's, with its own dropout: as a checkpoint has it."""
@@ -262,7 +263,7 @@ class ModelLearner:
 
     def _sums_once(self, when: str) -> bool:
         """With ``auto``, where every rank has room for the whole model's gradients, in fp32."""
-        if self.world.size == 1 and not self._learning.offload:
+        if self.world.size == 1 and not self._learning.weights_on_host:
             return False
         if when != "auto":
             return when == "step"

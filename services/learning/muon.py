@@ -22,10 +22,12 @@ from torch import nn
 
 from penstock.services.learning.config import OptimizerConfig
 from penstock.services.learning.dealt_matrices import ROUND_NUMBERS, DealtMatrices
+from penstock.services.learning.host_moments import HostAdamW, HostMeans
 from penstock.services.modeling.experts import is_experts, matrices_of
 from penstock.services.modeling.families import IN_MATRICES, TURNED
 from penstock.services.modeling.parallel.fsdp import local
 from penstock.services.modeling.parallel.world import World
+from penstock.services.weights.queues import current_queue
 
 MOMENTUM = "momentum_buffer"
 """What the mean is called in the optimizer's state, as torch calls it: fp32, cut as the matrix is."""
@@ -71,9 +73,9 @@ def hidden_matrices(model: Any, parameters: Mapping[str, nn.Parameter]) -> dict[
 
 class Muon(torch.optim.Optimizer):
     """Of the ``hidden`` matrices (see `hidden_matrices`), as ``config`` says; all else is ``others``', which steps with
-    it and has its state in this one's. Matrices that are cut over ranks of ``world`` are dealt out to them, experts
-    stay where they are, and replicas compute each the same. Iterates on the device of ``world``, wherever parameters
-    lie. Every rank calls every method."""
+    it and has its state in this one's. With ``on_host`` means lie in host memory. Matrices that are cut over ranks of
+    ``world`` are dealt out to them, experts stay where they are, and replicas compute each the same. Iterates on the
+    device of ``world``, wherever parameters lie. Every rank calls every method."""
 
     def __init__(
         self,
@@ -81,8 +83,10 @@ class Muon(torch.optim.Optimizer):
         others: torch.optim.AdamW | None,
         config: OptimizerConfig,
         world: World,
+        on_host: bool = False,
     ) -> None:
         self._config, self._device, self._others = config, world.device, others
+        self._means = HostMeans(hidden, (MOMENTUM,)) if on_host else None
         self._hidden: dict[str, Any] = {"params": [*hidden], "weight_decay": config.weight_decay}
         groups = [self._hidden] if hidden else []  # a stage, or an adapter, may have either alone
         super().__init__([*groups, *(others.param_groups if others else ())], {"lr": config.lr})
@@ -94,6 +98,17 @@ class Muon(torch.optim.Optimizer):
     def is_hidden(self, parameter: nn.Parameter) -> bool:
         """``parameter`` is Muon's, not AdamW's."""
         return any(parameter is each for each in self._hidden["params"])
+
+    @property
+    def on_host(self) -> bool:
+        """Means lie in host memory."""
+        return self._means is not None
+
+    def placed(self, parameter: nn.Parameter, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """See `HostMeans.placed`; where it is `on_host`."""
+        keeps = self._means if self.is_hidden(parameter) else self._others
+        assert isinstance(keeps, HostMeans | HostAdamW)
+        return keeps.placed(parameter, state)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -115,6 +130,8 @@ class Muon(torch.optim.Optimizer):
         for parameter, above in self._experts.items():
             if parameter.grad is not None:
                 self._step_experts(parameter, above, dtype)
+        if self._means:
+            current_queue(self._device).mark().synchronize()  # they may be read there from now on
 
     def _step_experts(self, parameter: nn.Parameter, above: int, dtype: torch.dtype) -> None:
         """FSDP cuts between experts, never within one."""
@@ -130,10 +147,17 @@ class Muon(torch.optim.Optimizer):
         """Takes the gradient into the mean; where to move, flat, of this rank's part."""
         state, momentum = self.state[parameter], self._config.momentum
         if MOMENTUM not in state:
-            state[MOMENTUM] = torch.zeros_like(parameter, requires_grad=False)
+            state.update(
+                self._means.of(parameter)
+                if self._means
+                else {MOMENTUM: torch.zeros_like(parameter, requires_grad=False)}
+            )
         assert parameter.grad is not None
-        gradient, mean = local(parameter.grad), local(state[MOMENTUM])
+        gradient, kept = local(parameter.grad), local(state[MOMENTUM])
+        mean = kept.to(gradient.device, non_blocking=True)
         mean.lerp_(gradient, 1 - momentum)
+        if self._means:
+            kept.copy_(mean, non_blocking=True)
         return gradient.lerp(mean, momentum) if self._config.nesterov else mean
 
     def _orthogonal(self, matrices: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""A learner's optimizer: AdamW, with its two moments in fp32, or in 8 bits by torchao (Dettmers et al. 2021); or Muon
-beside it."""
+"""A learner's optimizer: AdamW, with its two moments in fp32, on its device or its host, or in 8 bits by torchao
+(Dettmers et al. 2021); or Muon beside it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.services.learning.config import OptimizerConfig
 from penstock.services.learning.eight_bit import in_fp32, is_quantized, quantize
+from penstock.services.learning.host_moments import HostAdamW
 from penstock.services.learning.muon import MOMENTUM, Muon, hidden_matrices
 from penstock.services.modeling.parallel.world import World
 
@@ -21,17 +22,25 @@ MOMENTS = tuple(SIGNED)
 
 
 def make_optimizer(
-    model: Any, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, world: World
-) -> torch.optim.Optimizer:
-    """For all of ``parameters``, of a ``model`` that is cut as ``world`` says. Every rank calls it."""
+    model: Any, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, world: World,
+    on_host: bool = False,
+) -> torch.optim.Optimizer:  # fmt: skip
+    """For all of ``parameters``, of a ``model`` that is cut as ``world`` says. With ``on_host`` its means lie in host
+    memory, and updates are computed where the parameters are. Every rank calls it."""
     how: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+
+    def adamw(groups: list[dict[str, Any]]) -> torch.optim.AdamW:
+        if on_host:
+            return HostAdamW(groups, world.device, **how)
+        return torch.optim.AdamW(groups, **how, fused=True)
+
     if config.type == "muon":
         hidden = hidden_matrices(model, parameters)
         others = _groups({name: each for name, each in parameters.items() if each not in hidden}, config.weight_decay)
-        return Muon(hidden, torch.optim.AdamW(others, **how, fused=True) if others else None, config, world)
+        return Muon(hidden, adamw(others) if others else None, config, world, on_host)
     groups = _groups(parameters, config.weight_decay)
     if config.moments == "float32":
-        return torch.optim.AdamW(groups, **how, fused=True)
+        return adamw(groups)
     from torchao.optim import AdamW8bit
 
     found: torch.optim.Optimizer = AdamW8bit(groups, **how)
@@ -71,6 +80,12 @@ def state_names(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter)
     return (MOMENTUM,) if hidden else ("step", *MOMENTS)
 
 
+def keeps_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Its means lie where parameters do, in fp32."""
+    on_host = isinstance(optimizer, HostAdamW) or (isinstance(optimizer, Muon) and optimizer.on_host)
+    return not on_host and not is_eight_bit(optimizer)
+
+
 def restore_state(
     optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, state: Mapping[str, torch.Tensor]
 ) -> None:
@@ -84,6 +99,9 @@ def restore_state(
             saved = local(state[name]).to(mine.device)  # that came by the host
             quantize(saved, mine) if is_quantized(mine) else mine.copy_(saved)
         found["step"] = state["step"].cpu()
+    elif not keeps_on_device(optimizer):
+        assert isinstance(optimizer, HostAdamW | Muon)
+        found |= optimizer.placed(parameter, state)
     optimizer.state[parameter] = found
 
 

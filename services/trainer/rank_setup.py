@@ -140,7 +140,7 @@ def make_rank(context: ActorContext, settings: TrainerSettings) -> Rank:
 def load_policy(path: str, start: str, world: World, dtype: str, config: TrainerConfig) -> Any:
     """The model to train, as it is at ``path``: where the run began, ``start``, or a checkpoint; which, with an
     adapter, has that alone."""
-    lora, offload = config.lora, config.offload
+    lora, offload = config.lora, config.weights_on_host
     if lora is None:
         model = load_trainable(
             path, world, world.device, dtype, offload=offload, frozen=config.freeze, sight_learns=config.train_towers

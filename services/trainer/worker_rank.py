@@ -9,7 +9,7 @@ from penstock.services.learning.shift import OF_SHIFTS
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.trainer.held_out import HeldOut
 from penstock.services.trainer.rank_setup import TrainerSettings, make_exporter, make_rank, train
-from penstock.services.weights.queues import Event, mark_current
+from penstock.services.weights.queues import Event, current_queue
 from penstock.services.weights.sender.rank_sender import RankSender
 
 
@@ -47,7 +47,7 @@ class WorkerRank:
                     self._learner.score(self._canary)
                 self._until_sent()
                 self._read.clear()
-                trained = mark_current(self._learner.device)
+                trained = current_queue(self._learner.device).mark()
                 self._sending = threading.Thread(target=self._send, args=(trained,), name="source", daemon=True)
                 self._sending.start()
             elif what == "rows":

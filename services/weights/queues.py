@@ -42,10 +42,10 @@ class Queue(Protocol):
 
 
 class CudaQueue:
-    """A stream of high priority: its few blocks get their turn beside training's."""
+    """A ``stream``; where none is given, one of high priority: its few blocks get their turn beside training's."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=-1)
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self._stream = stream or torch.cuda.Stream(device, priority=-1)
         self.handle: int = self._stream.cuda_stream
 
     def after(self, event: Event) -> None:
@@ -119,7 +119,6 @@ def use_device(device: torch.device) -> None:
         torch.cuda.set_device(device.index or 0)
 
 
-def mark_current(device: torch.device) -> Event:
-    """The place behind all that the calling thread has put into the queue that is current there: training's own, unless
-    it is inside of `Queue.running`."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else _Now()
+def current_queue(device: torch.device) -> Queue:
+    """The one that the calling thread puts its work into: training's own, unless it is inside of `Queue.running`."""
+    return CudaQueue(device, torch.cuda.current_stream(device)) if device.type == "cuda" else HostQueue()

@@ -18,6 +18,7 @@ from tests.trainer.test_shapes import MUON
 SHAPES: list[dict[str, Any]] = [
     {}, {"replicas": 2}, {"tensor_parallel": 2}, {"sequence_parallel": 2}, {"pipeline_parallel": 2},
     {"offload": True}, {"optimizer": MUON}, {"offload": True, "optimizer": MUON},
+    {"offload": "optimizer"}, {"offload": "optimizer", "optimizer": MUON},
     {"gradient_checkpointing": "selective"}, {"gradient_checkpointing": True, "offload_activations": True},
 ]  # fmt: skip
 pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(600)]

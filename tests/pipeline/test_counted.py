@@ -16,8 +16,11 @@ from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.readers import reference_gib, scorer_gib
 from penstock.pipeline.resources.search import unsearched
 from penstock.pipeline.resources.shares import too_much
+from penstock.pipeline.resources.step_time import rest_s
 from penstock.pipeline.resources.trainer_memory import keeps_whole_gradients, trainer_gib, trainer_parts
+from penstock.services.runtime.gpu_kinds import device_called
 
+H100 = device_called("NVIDIA H100 80GB HBM3", 80)
 LARGE, SMALL = "Qwen/Qwen3-32B", "Qwen/Qwen2.5-0.5B-Instruct"
 
 
@@ -56,6 +59,26 @@ def test_a_teacher_of_its_own_is_kept_wherever_the_moments_are() -> None:
     assert one.checkpoints - none.checkpoints == pytest.approx(3 * per, rel=0.01)
     shared = ["run.placement=colocated", "trainer.offload=false"]
     assert needs(0.05, *shared).resting - needs(1.0, *shared).resting == pytest.approx(per, rel=0.01)
+
+
+def test_means_on_the_host_are_counted_there_whether_the_trainer_rests_or_not() -> None:
+    """8 bytes a parameter: none on a GPU, and they do not move when GPUs change hands."""
+    per = 8 * 8.19e9 / 2**30
+
+    def found(*more: str) -> tuple[float, HostNeeds, float]:
+        config = load(Path("configs/grpo-8b.yaml"), [*more])
+        shape, needs = shape_of(config), host_needs(config)
+        assert shape and needs and H100
+        return trainer_gib(shape, config.trainer), needs, rest_s(shape, config.trainer, H100)
+
+    for shared in ([], ["run.placement=colocated"]):
+        (plain, before, moving), (spared, after, less) = found(*shared), found(*shared, "trainer.offload=optimizer")
+        assert plain - spared == pytest.approx(per / 4, rel=0.01)  # of a rank of four
+        assert after.offloaded - before.offloaded == pytest.approx(per, rel=0.01)
+        assert before.resting - after.resting == pytest.approx(per if shared else 0, rel=0.01)
+        assert moving / less == pytest.approx(3, rel=0.01)
+    half = found("trainer.optimizer={type: muon}", "trainer.offload=optimizer")[1].offloaded
+    assert 0.5 < half / per < 0.62, "Muon has one, but of embedding and head"
 
 
 def test_whole_gradients_are_those_of_what_learns() -> None:

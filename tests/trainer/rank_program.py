@@ -23,7 +23,7 @@ from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.rank_setup import load_policy
 from penstock.services.weights.config import WeightsConfig
-from penstock.services.weights.queues import mark_current
+from penstock.services.weights.queues import current_queue
 from penstock.services.weights.sender import rank_sender
 from penstock.services.weights.sender.publication import Publication
 from penstock.services.weights.sender.publisher import Publisher
@@ -106,7 +106,7 @@ def main(address: str, folder: Path, shape: str) -> None:
             np.save(folder / f"logits-{version}.npy", logits.numpy())
             publisher.publish(Publication(version)).committed.result(60)
         elif follower:
-            follower.follow(mark_current(CPU), lambda: None)
+            follower.follow(current_queue(CPU).mark(), lambda: None)
         world.share(b"next")
     saver = checkpoint.Saver(learner, Tokenizer(), folder / "checkpoints", keep=1)
     path = saver.begin().result()

@@ -105,7 +105,7 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
     assert version_of(cut) == version_of(plain), "before any step"
     for number in (0, 2):
         away = check_rest(cut)
-        assert away or named or (device.type == "cuda" and config.offload), "what lies on the host stays there"
+        assert away or named or (device.type == "cuda" and config.weights_on_host), "what lies on the host stays there"
         # From the same weights, the gradient of every parameter.
         for learner in (cut, plain):
             learner.optimizer.zero_grad(set_to_none=True)

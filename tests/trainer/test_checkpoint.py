@@ -36,22 +36,23 @@ from tests.trainer.steps import Tokenizer, a_step
 CPU = torch.device("cpu")
 
 
-def a_learner(model: object, **optimizer: Any) -> Learner:
-    return Learner(model, TrainerConfig.model_validate({"optimizer": {"lr": 1e-3} | optimizer}), 1.0)
+def a_learner(model: object, offload: bool | str = False, **optimizer: Any) -> Learner:
+    given = {"optimizer": {"lr": 1e-3} | optimizer, "offload": offload}
+    return Learner(model, TrainerConfig.model_validate(given), 1.0)
 
 
 def test_training_continues_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     continues_exactly(tmp_path)
 
 
-def continues_exactly(tmp_path: Path, **optimizer: Any) -> Path:
+def continues_exactly(tmp_path: Path, **how: Any) -> Path:
     """Returns the checkpoint that was gone on from."""
     torch.manual_seed(0)
-    learner = a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY)), **optimizer)
+    learner = a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY)), **how)
     for seed in range(3):
         learner.train(a_step(seed))
     path = checkpoint.Saver(learner, Tokenizer(), tmp_path, keep=2).begin().result()
-    again = a_learner(load_trainable(str(path), World(CPU), CPU, "float32"), **optimizer)
+    again = a_learner(load_trainable(str(path), World(CPU), CPU, "float32"), **how)
     checkpoint.restore(again, path)
     assert again.version == 3
     for one in (learner, again):

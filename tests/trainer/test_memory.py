@@ -97,7 +97,7 @@ def test_a_backward_that_does_not_fit_leaves_nothing_behind(
     world = World(cpu)
     for fails, tokens in ((False, 30), (True, 60)):
         config = TrainerConfig.model_validate({**given, "tokens_per_micro_batch": tokens})
-        model = load_trainable(str(tmp_path), world, cpu, dtype, offload=config.offload)
+        model = load_trainable(str(tmp_path), world, cpu, dtype, offload=config.weights_on_host)
         one = Learner(model, config, 1.0, world)
         layer, left = one.model.model.layers[0], [fails]
 

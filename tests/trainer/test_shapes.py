@@ -40,7 +40,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "a pipeline's layers that stand still, on the host": {
         "ranks": 2, "pipeline_parallel": 2, "offload": True, "freeze": ["model.layers.*.mlp.*"],
     },
-    "selective checkpointing": {"ranks": 2, "gradient_checkpointing": "selective"},
+    "selective checkpointing, means on the host": {
+        "ranks": 2, "gradient_checkpointing": "selective", "offload": "optimizer",
+    },
     "everything on the host": {
         "ranks": 2, "offload": True, "gradient_checkpointing": True, "offload_activations": True,
     },
@@ -89,7 +91,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "experts, tensor parallel": {"ranks": 4, "expert_parallel": 2, "tensor_parallel": 2},
     "muon on the host, rows that do not divide": {"ranks": 3, "offload": True, "optimizer": MUON},
-    "muon, two shards, tensor parallel": {"ranks": 4, "tensor_parallel": 2, "optimizer": MUON},
+    "muon, two shards, tensor parallel, means on the host": {
+        "ranks": 4, "tensor_parallel": 2, "offload": "optimizer", "optimizer": MUON,
+    },
     "muon, pipeline of two replicas, an adapter": {
         "ranks": 4, "pipeline_parallel": 2, "replicas": 2, "lora": {"rank": 3}, "optimizer": MUON,
     },

@@ -26,7 +26,7 @@ from penstock.services.weights.buffers import HostBuffer, Mappings
 from penstock.services.weights.byte_views import as_array, from_memory
 from penstock.services.weights.layout import make_layout
 from penstock.services.weights.parts import packed, runs_of
-from penstock.services.weights.queues import mark_current
+from penstock.services.weights.queues import current_queue
 from penstock.services.weights.receiver.canary import CanaryError, check_canary
 from penstock.services.weights.receiver.loader import MappedVersion
 from penstock.services.weights.receiver.receiver import Prepared
@@ -604,7 +604,7 @@ def test_padding_that_no_rank_sends_is_zero_where_room_is_used_again() -> None:
         def mine(index: int) -> torch.Tensor:
             return packed(version[spans[index][0] : spans[index][1]], runs[index][rank])
 
-        group.exchange(runs, mine, mark_current(torch.device("cpu")), lambda: None)
+        group.exchange(runs, mine, current_queue(torch.device("cpu")), lambda: None)
 
     found, room = torch.zeros_like(version), [torch.full((1024,), 0xAB, dtype=torch.uint8) for _ in range(8)]
 

@@ -37,7 +37,7 @@ from penstock.services.runtime import failpoint
 from penstock.services.runtime.errors import SetupError
 from penstock.services.weights.buffers import BufferPool
 from penstock.services.weights.config import WeightsConfig
-from penstock.services.weights.queues import mark_current, use_device
+from penstock.services.weights.queues import current_queue, use_device
 from penstock.services.weights.sender import changes
 from penstock.services.weights.sender.broadcast import Backend, Broadcast
 from penstock.services.weights.sender.device_stage import DeviceStage
@@ -131,7 +131,7 @@ class Publisher:
     def publish(self, publication: Publication) -> Publication:
         """Begins to publish a version; its futures say how far it is, and what went wrong. Called by the thread that
         trains: the version is what the model is once all that this has put into the device's queue is done."""
-        publication.trained = mark_current(self._source.device)
+        publication.trained = current_queue(self._source.device).mark()
         self._publications = [p for p in self._publications if not p.committed.done()] + [publication]
         self._events.put(publication)
         if self.error:

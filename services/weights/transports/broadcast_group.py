@@ -206,7 +206,7 @@ class BroadcastGroup:
                 tensor = torch.empty(nbytes, dtype=torch.uint8, device=here.device) if in_place is None else in_place
                 self.bytes_received += nbytes
                 if self.route.type == "nccl":  # its memory may be that of a part that is still being unpacked
-                    self._queue.after(queues.mark_current(here.device))
+                    self._queue.after(queues.current_queue(here.device).mark())
                 ahead.append((index, root, tensor, self._broadcast_part(number, index, root, tensor)))
             if not ahead:
                 return
