@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock.services.broker.config import NoFilter
-from penstock.services.trainer.algorithm_config import AlgorithmConfig, GivenLossConfig
+from penstock.services.trainer.algorithm_config import AlgorithmConfig
+from penstock.services.trainer.term_config import GivenLossConfig
 
 PRESET = "sft"
 
@@ -73,6 +74,23 @@ def check_given(config: Any) -> None:
         raise ValueError(
             f"rollout.sampling.n must be at least {least}{beside}: advantage={algorithm.advantage.type} compares the "
             "trajectories of a group"
+        )
+    if algorithm.subset:
+        _check_subset(algorithm, n - answers)
+
+
+def _check_subset(algorithm: AlgorithmConfig, sampled: int) -> None:
+    """``sampled``: answers of a group, of which some stay."""
+    assert algorithm.subset
+    keep, least = algorithm.subset.keep, algorithm.advantage.least_n
+    if keep >= sampled:
+        raise ValueError(
+            f"trainer.algorithm.subset.keep={keep}: a group has {sampled} sampled answers, so none is left out; take "
+            "fewer, or more of them (rollout.sampling.n)"
+        )
+    if keep < least:
+        raise ValueError(
+            f"trainer.algorithm.subset.keep={keep}: advantage={algorithm.advantage.type} compares at least {least}"
         )
 
 

@@ -69,6 +69,13 @@ class Load:
         """How many there are."""
         return self.tokens / self.response / self.group
 
+    def learned_by(self, trainer: TrainerConfig) -> Load:
+        """What its backward passes go over: of each group some answers, or all."""
+        subset = trainer.algorithm.subset
+        if subset is None or subset.keep >= self.group:
+            return self
+        return replace(self, tokens=self.tokens * subset.keep / self.group, group=subset.keep)
+
     def prompts(self, shape: Shape, budget: int) -> float:
         """Tokens of prompts in a forward pass over all of it: one for as many of a group as ``budget`` tokens have room
         for, where the model's rows share a prompt; else one for each trajectory."""
@@ -91,7 +98,7 @@ def train_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) ->
 
 def _passes(shape: Shape, trainer: TrainerConfig, load: Load) -> float:
     """Micro-batches of a rank, in a step."""
-    budget = trainer.tokens_per_micro_batch
+    budget, load = trainer.tokens_per_micro_batch, load.learned_by(trainer)
     passes = (load.tokens + load.prompts(shape, budget)) * trainer.epochs / trainer.ranks / budget
     return passes * trainer.sequence_parallel * trainer.tensor_parallel  # ranks that share a micro-batch
 
@@ -108,10 +115,10 @@ def _passes_before(trainer: TrainerConfig) -> int:
 def _stage_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) -> float:
     """What is gathered of the model travels beside the arithmetic, all else does not."""
     passes = _passes(shape, trainer, load)
+    before = (_passes_before(trainer) + load.in_trainer) * _forward_flops(shape, load, trainer.tokens_per_micro_batch)
+    load = load.learned_by(trainer)
     forward = _forward_flops(shape, load, trainer.tokens_per_micro_batch)
-    flops = (
-        trainer.epochs * _flops(shape, trainer, load, forward) + (_passes_before(trainer) + load.in_trainer) * forward
-    )
+    flops = trainer.epochs * _flops(shape, trainer, load, forward) + before
     arithmetic = flops / trainer.ranks / (device.tflops * 1e12 * FLOPS_SHARE)
     sums = 0.0 if trainer.lora else 1 if keeps_whole_gradients(trainer, shape, device.gib) else passes
     gathered = _gathered(shape, trainer, passes, sums) / _between(trainer.ranks // trainer.replicas, device)

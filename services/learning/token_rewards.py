@@ -3,7 +3,7 @@ parts of it that lie elsewhere, less a penalty for leaving the reference."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -31,6 +31,11 @@ class TokenRewards:
     mask: torch.Tensor
     """``[rows, longest]``: 1 where a token was sampled."""
     metrics: dict[str, float]
+
+    def of(self, kept: np.ndarray, longest: int) -> TokenRewards:
+        """bool ``[rows]``: of these alone, which have ``longest`` tokens at most."""
+        tokens, mask = self.tokens[kept, :longest], self.mask[kept, :longest]
+        return replace(self, scores=self.scores[kept], tokens=tokens, mask=mask)
 
 
 def token_rewards(step: TrainingBatch, rows: np.ndarray, penalties: Penalties, state: dict[str, float]) -> TokenRewards:

@@ -9,13 +9,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from penstock.protocols.columns import PICKED, POLICY, REFERENCE
+from penstock.protocols.columns import PICKED, POLICY
 from penstock.services.learning.config import ConstraintConfig, KLConfig, Penalties, RewardShape
 from penstock.services.runtime.settings import Section
 from penstock.services.trainer.advantage_config import BuiltInAdvantage, GroupAdvantage
 from penstock.services.trainer.choice import Aggregation, Choice, Traits
 from penstock.services.trainer.loss_config import BuiltInLoss, ClippedLoss
 from penstock.services.trainer.presets import PRESETS, PresetName, expand, with_types
+from penstock.services.trainer.term_config import (
+    DistillConfig,
+    EntropyControlConfig,
+    GivenLossConfig,
+    ImitationConfig,
+    TeacherAdvantageConfig,
+)
 
 # --- corrections -----------------------------------------------------------------------------------------------------
 
@@ -97,93 +104,17 @@ class RejectRule(Section):
 # --- all of it -------------------------------------------------------------------------------------------------------
 
 
-class ImitationConfig(Section):
-    """The likelihood of good answers, raised beside the policy loss (the loss of positive examples
-    in VAPO, Yue et al. 2025, arXiv:2504.05118)."""
+class SubsetConfig(Section):
+    """Which answers of a group the policy learns from, where it is not all of them: fewer are gone over, those that
+    tell good from bad the most."""
 
-    coefficient: float = Field(0.0, ge=0)
-    """What a nat of their tokens' mean negative log-likelihood adds to the loss, e.g. ``0.1``; 0: nothing."""
-    above: float = 1.0
-    """An answer is good from this reward on, e.g. ``0.5``."""
-
-
-class GivenLossConfig(Section):
-    """What is learned from answers that are given (`rollout.given`), beside the loss of those that the policy has
-    sampled; of a group that is given whole, all that is learned."""
-
-    coefficient: float = Field(1.0, ge=0)
-    """What this loss counts beside the policy's, e.g. ``0.1``."""
-    shape: Literal["nll", "luffy"] = "nll"
-    """Of each of their tokens, whose probability is π: ``nll``, −log π, of which the mean over all given tokens is
-    added: supervised fine-tuning, and beside RL what CHORD does (Zhang et al. 2025, arXiv:2508.11408);
-    ``luffy``, −A · π / (π + γ), where A is the answer's advantage in its group, divided as the losses of sampled tokens
-    are (the policy shaping of LUFFY, Yan et al. 2025, arXiv:2504.14945): it pulls at unlikely tokens more than a ratio
-    would, and at likely ones less."""
-    gamma: float = Field(0.1, gt=0)
-    """γ of ``luffy``, e.g. ``0.2``: the smaller, the sooner a token counts as learned."""
-    compared: bool = False
-    """Given answers have a part in their group's advantage, e.g. ``true``: a good one lowers what the others of its
-    group are worth. ``luffy`` needs it."""
-
-    @model_validator(mode="after")
-    def _has_an_advantage(self) -> GivenLossConfig:
-        if self.shape == "luffy" and not self.compared:
-            raise ValueError(
-                "shape=luffy weighs by the answer's advantage in its group; set compared=true, or shape=nll"
-            )
-        return self
-
-
-class DistillConfig(Section):
-    """The divergence of the policy from teachers, at each token over the tokens that a teacher finds likeliest there
-    and all others together (generalised knowledge distillation, Agarwal et al. 2023, arXiv:2306.13649)."""
-
-    teachers: dict[str, Annotated[float, Field(gt=0)]] = Field({"teacher": 1.0}, min_length=1)
-    """Columns of scorers ``teacher`` with the option `top_k`, each with its weight in the mean, e.g.
-    ``{maths: 0.5, law: 0.5}``; of those that are not asked for a prompt's source there is none."""
-    divergence: Literal["forward_kl", "reverse_kl", "mixed", "jsd"] = "forward_kl"
-    """From teacher to policy (``forward_kl``: the policy says all that the teacher does), from policy to teacher
-    (``reverse_kl``: it says nothing that the teacher does not), a weighted mean of these two (``mixed``), or in between
-    (``jsd``), e.g. ``jsd``."""
-    beta: float = Field(0.5, gt=0, lt=1)
-    """Of ``mixed``: the share of forward_kl, e.g. ``0.7``. Of ``jsd``: the teacher's share in what both are compared
-    with, e.g. ``0.1``; near 0 it is this times forward_kl, near 1 the rest times reverse_kl."""
-    coefficient: float = Field(1.0, gt=0)
-    """What a nat of it, by token, adds to the loss, e.g. ``0.1``."""
-
-
-class EntropyControlConfig(Section):
-    """The entropy bonus is steered to a target (Skywork-OR1, He et al. 2025, arXiv:2505.22312): after each update it
-    grows by a step where the policy's entropy is at most the target, and falls by one where it is above, in which case
-    the next update has none."""
-
-    target: float = Field(gt=0)
-    """Mean entropy, in nats a token, that is not to be fallen below, e.g. ``0.2``; the metric `entropy` of a run's
-    first steps says what there is."""
-    step: float = Field(0.005, gt=0)
-    """What the bonus grows or falls by, e.g. ``0.001``."""
-    low: float = Field(0.0, ge=0)
-    """Smallest bonus, e.g. ``0.001``."""
-    high: float = Field(1.0, gt=0)
-    """Largest bonus, e.g. ``0.05``."""
-
-    @model_validator(mode="after")
-    def _a_band(self) -> EntropyControlConfig:
-        if self.low >= self.high:
-            raise ValueError(f"low={self.low:g} is not below high={self.high:g}: nothing would be steered")
-        return self
-
-
-class TeacherAdvantageConfig(Section):
-    """On-policy distillation beside any advantage: how much likelier teachers find each sampled token than the policy
-    that sampled it (Lu et al. 2025), which in the mean is the reverse KL divergence with the sign turned."""
-
-    teachers: dict[str, Annotated[float, Field(gt=0)]] = Field({REFERENCE: 1.0}, min_length=1)
-    """Columns of log-probabilities, each with its weight in the mean: ``{reference: 1.0}`` is the model of
-    `reference.path`; others are scorers, e.g. ``{maths: 0.5, law: 0.5}``; of those that are not asked for a prompt's
-    source there is none."""
-    coefficient: float = Field(1.0, gt=0)
-    """What a nat of it adds to the token's advantage, e.g. ``0.1``."""
+    keep: int = Field(ge=2)
+    """Answers of each group that stay, e.g. ``4`` of `rollout.sampling.n: 16`; an agent's session counts once."""
+    by: Literal["max_variance", "best_worst", "best_random"] = "max_variance"
+    """``max_variance``: the best and the worst, so many of each that their rewards differ the most (PODS, Xu et al.
+    2025, arXiv:2504.13818, theorem 1); ``best_worst``: half of them the best, half the worst; ``best_random``: half the
+    best, half any of the others (PF-PPO, Shen and Zhang 2024, arXiv:2409.06957: a reward model is most often right of
+    those)."""
 
 
 class CustomFunction(Traits):
@@ -248,6 +179,9 @@ class AlgorithmConfig(Section):
     """``mask``: of an answer that was cut off, for want of tokens or turns, nobody knows whether it would have been
     right, so the policy learns nothing from it, and it counts in no divisor; its reward is still compared with its
     group's (overlong filtering: DAPO, Yu et al. 2025, arXiv:2503.14476). ``learn``: it is like any other."""
+    subset: SubsetConfig | None = None
+    """The policy learns from some answers of each group alone, e.g. ``{keep: 4}``, and compares these among themselves;
+    null: from all. See docs/algorithms.md."""
     imitate: ImitationConfig = ImitationConfig()
     """A term of the loss that makes good answers likelier, e.g. ``{coefficient: 0.1}``."""
     given: GivenLossConfig = GivenLossConfig()

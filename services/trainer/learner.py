@@ -24,7 +24,7 @@ from penstock.protocols.columns import (
     UNDECIDED,
     WEIGHTS,
 )
-from penstock.protocols.experience import UNSAMPLED, Trajectory, over_session
+from penstock.protocols.experience import Trajectory, over_session
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.constraints import with_known_costs
 from penstock.services.learning.layer_norms import LayerNorms
@@ -33,7 +33,7 @@ from penstock.services.learning.model_learner import ModelLearner, mean_metrics,
 from penstock.services.learning.token_rewards import token_rewards
 from penstock.services.modeling.lengths import positions_of
 from penstock.services.modeling.packing import Pass, Rows
-from penstock.services.modeling.parallel.fsdp import forward, forward_statistics, reshard, sum_gradients
+from penstock.services.modeling.parallel.fsdp import forward, forward_statistics, sum_gradients
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.pinned import to_device
 from penstock.services.modeling.routing import Replay
@@ -53,6 +53,7 @@ from penstock.services.trainer.router_balance import RouterBalance
 from penstock.services.trainer.running_baseline import KEPT
 from penstock.services.trainer.sampled_entropy import sampled_entropy
 from penstock.services.trainer.self_teacher import SelfTeacher
+from penstock.services.trainer.subset import subset_of
 from penstock.services.trainer.undecided import most_undecided
 from penstock.services.trainer.weight_average import WeightAverage
 
@@ -262,28 +263,18 @@ class Learner(ModelLearner):
         if self.average:
             yield from self.average.first
 
-    @torch.no_grad()
-    def score(self, tokens: list[int]) -> list[float]:
-        """Log-probabilities of all ``tokens`` but the first, at temperature 1."""
-        size = len(tokens)
-        column = np.full(size, 1, np.uint8)
-        column[0] = 0
-        versions = np.where(column == 1, 0, UNSAMPLED).astype(np.int32)
-        sequence = Trajectory(
-            np.array(tokens, np.int32), column, np.zeros(size, np.float32), versions, text="", finish="length"
-        )
-        rows = next(iter(self.passes([sequence], np.zeros(1, np.int64), size))).rows()
-        found = forward(self.model, rows, 1.0)
-        reshard(self.model)
-        return self.world.of_last_stage(found[0, : size - 1].float().cpu().numpy()).tolist()
-
     def _learned(self, step: TrainingBatch) -> np.ndarray:
         """bool ``[trajectories]``: those that the policy learns from, given ones whatever their reward, unless they are
         weighed by it."""
-        learned = step.rewarded
+        learned = step.rewarded & self._compared(step)
         if self._config.algorithm.truncated == "mask":
             learned = learned & np.array([t.finish != "length" for t in step.trajectories], bool)
         return learned if self._config.algorithm.given.shape == "luffy" else learned | step.given
+
+    def _compared(self, step: TrainingBatch) -> np.ndarray:
+        """bool ``[trajectories]``: those that are not left out of their group."""
+        subset = self._config.algorithm.subset
+        return subset_of(step, subset) if subset else np.ones(len(step.trajectories), bool)
 
     def _advantages(self, step: TrainingBatch) -> tuple[torch.Tensor, dict[str, float]]:
         """float32 ``[trajectories, longest]`` on the host, by token, 0 of trajectories without a reward; metrics."""
@@ -293,7 +284,9 @@ class Learner(ModelLearner):
             return torch.zeros((len(step.trajectories), max((len(t.tokens) for t in step.trajectories), default=0))), {}
         state = self.penalties_of_step(self._frozen_steps)
         rewards = token_rewards(step, rewarded, self._config.algorithm.penalties, state)
-        metrics = rewards.metrics
+        metrics, kept = rewards.metrics, self._compared(step)[rewarded]
+        rewarded = rewarded[kept]  # the penalties' state goes by all that was sampled
+        rewards = rewards.of(kept, max(len(step.trajectories[i].tokens) for i in rewarded))
         columns = advantage_columns(step, rewarded, self._config.algorithm, rewards, state)
         if BASELINE in self.algorithm.given:
             metrics |= {name: value for name, value in state.items() if name.startswith(KEPT)}

@@ -35,6 +35,7 @@ from penstock.services.runtime.checkpoint_folders import MIXTURES, TAIL_STEPS
 from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer.algorithm_config import CustomFunction
 from penstock.services.trainer.canary import CanaryBound
+from penstock.services.trainer.canary_scores import score
 from penstock.services.trainer.held_out import HeldOut, HeldOutSettings, pack_rows
 from penstock.services.trainer.mismatch import far_apart
 from penstock.services.trainer.rank_setup import TrainerSettings, make_exporter, make_rank, train
@@ -262,7 +263,7 @@ class Trainer:
     def _score_canary(self) -> Canary | None:
         if not self._canary:
             return None
-        logprobs = self._learner.score(self._canary)
+        logprobs = score(self._learner, self._canary)
         return Canary(tokens=self._canary, logprobs=logprobs, tolerance=self._bound.tolerance)
 
     def _ask_held_out(self) -> None:

@@ -7,6 +7,7 @@ import threading
 from penstock.services.learning import checkpoint
 from penstock.services.learning.shift import OF_SHIFTS
 from penstock.services.runtime.actor import ActorContext
+from penstock.services.trainer.canary_scores import score
 from penstock.services.trainer.held_out import HeldOut
 from penstock.services.trainer.rank_setup import TrainerSettings, make_exporter, make_rank, train
 from penstock.services.weights.queues import Event, current_queue
@@ -44,7 +45,7 @@ class WorkerRank:
                 train(self._learner, batch, self._settings, self._until_read)
             if what in ("train", "publish"):
                 if self._canary:
-                    self._learner.score(self._canary)
+                    score(self._learner, self._canary)
                 self._until_sent()
                 self._read.clear()
                 trained = current_queue(self._learner.device).mark()

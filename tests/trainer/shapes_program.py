@@ -33,6 +33,7 @@ from penstock.services.modeling.parallel.world import Shape, World, local_device
 from penstock.services.modeling.resting import _plain
 from penstock.services.modeling.routing import Replay
 from penstock.services.modeling.weight_files import WeightFiles
+from penstock.services.trainer.canary_scores import score
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.judgements import Judgements
 from penstock.services.trainer.learner import Learner
@@ -156,7 +157,7 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
                 parameter.data.copy_(weights[name])  # what rounding makes of it is not followed any further
     plain.gather()
     assert version_of(cut) == version_of(plain), "after steps"
-    assert cut.score(list(range(2, 9)))
+    assert score(cut, list(range(2, 9)))
     evaluated, alike = (each.evaluate(a_step(9), lambda rows, of=each: _logprobs(of, rows)) for each in (cut, plain))
     for here, there in zip(evaluated, alike, strict=True):
         np.testing.assert_allclose(here, there, atol=1e-4, err_msg="each rank is told all of it")

@@ -1,0 +1,99 @@
+"""Config sections of what is learned beside the policy loss."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from penstock.protocols.columns import REFERENCE
+from penstock.services.runtime.settings import Section
+
+
+class ImitationConfig(Section):
+    """The likelihood of good answers, raised beside the policy loss (the loss of positive examples
+    in VAPO, Yue et al. 2025, arXiv:2504.05118)."""
+
+    coefficient: float = Field(0.0, ge=0)
+    """What a nat of their tokens' mean negative log-likelihood adds to the loss, e.g. ``0.1``; 0: nothing."""
+    above: float = 1.0
+    """An answer is good from this reward on, e.g. ``0.5``."""
+
+
+class GivenLossConfig(Section):
+    """What is learned from answers that are given (`rollout.given`), beside the loss of those that the policy has
+    sampled; of a group that is given whole, all that is learned."""
+
+    coefficient: float = Field(1.0, ge=0)
+    """What this loss counts beside the policy's, e.g. ``0.1``."""
+    shape: Literal["nll", "luffy"] = "nll"
+    """Of each of their tokens, whose probability is π: ``nll``, −log π, of which the mean over all given tokens is
+    added: supervised fine-tuning, and beside RL what CHORD does (Zhang et al. 2025, arXiv:2508.11408);
+    ``luffy``, −A · π / (π + γ), where A is the answer's advantage in its group, divided as the losses of sampled tokens
+    are (the policy shaping of LUFFY, Yan et al. 2025, arXiv:2504.14945): it pulls at unlikely tokens more than a ratio
+    would, and at likely ones less."""
+    gamma: float = Field(0.1, gt=0)
+    """γ of ``luffy``, e.g. ``0.2``: the smaller, the sooner a token counts as learned."""
+    compared: bool = False
+    """Given answers have a part in their group's advantage, e.g. ``true``: a good one lowers what the others of its
+    group are worth. ``luffy`` needs it."""
+
+    @model_validator(mode="after")
+    def _has_an_advantage(self) -> GivenLossConfig:
+        if self.shape == "luffy" and not self.compared:
+            raise ValueError(
+                "shape=luffy weighs by the answer's advantage in its group; set compared=true, or shape=nll"
+            )
+        return self
+
+
+class DistillConfig(Section):
+    """The divergence of the policy from teachers, at each token over the tokens that a teacher finds likeliest there
+    and all others together (generalised knowledge distillation, Agarwal et al. 2023, arXiv:2306.13649)."""
+
+    teachers: dict[str, Annotated[float, Field(gt=0)]] = Field({"teacher": 1.0}, min_length=1)
+    """Columns of scorers ``teacher`` with the option `top_k`, each with its weight in the mean, e.g.
+    ``{maths: 0.5, law: 0.5}``; of those that are not asked for a prompt's source there is none."""
+    divergence: Literal["forward_kl", "reverse_kl", "mixed", "jsd"] = "forward_kl"
+    """From teacher to policy (``forward_kl``: the policy says all that the teacher does), from policy to teacher
+    (``reverse_kl``: it says nothing that the teacher does not), a weighted mean of these two (``mixed``), or in between
+    (``jsd``), e.g. ``jsd``."""
+    beta: float = Field(0.5, gt=0, lt=1)
+    """Of ``mixed``: the share of forward_kl, e.g. ``0.7``. Of ``jsd``: the teacher's share in what both are compared
+    with, e.g. ``0.1``; near 0 it is this times forward_kl, near 1 the rest times reverse_kl."""
+    coefficient: float = Field(1.0, gt=0)
+    """What a nat of it, by token, adds to the loss, e.g. ``0.1``."""
+
+
+class EntropyControlConfig(Section):
+    """The entropy bonus is steered to a target (Skywork-OR1, He et al. 2025, arXiv:2505.22312): after each update it
+    grows by a step where the policy's entropy is at most the target, and falls by one where it is above, in which case
+    the next update has none."""
+
+    target: float = Field(gt=0)
+    """Mean entropy, in nats a token, that is not to be fallen below, e.g. ``0.2``; the metric `entropy` of a run's
+    first steps says what there is."""
+    step: float = Field(0.005, gt=0)
+    """What the bonus grows or falls by, e.g. ``0.001``."""
+    low: float = Field(0.0, ge=0)
+    """Smallest bonus, e.g. ``0.001``."""
+    high: float = Field(1.0, gt=0)
+    """Largest bonus, e.g. ``0.05``."""
+
+    @model_validator(mode="after")
+    def _a_band(self) -> EntropyControlConfig:
+        if self.low >= self.high:
+            raise ValueError(f"low={self.low:g} is not below high={self.high:g}: nothing would be steered")
+        return self
+
+
+class TeacherAdvantageConfig(Section):
+    """On-policy distillation beside any advantage: how much likelier teachers find each sampled token than the policy
+    that sampled it (Lu et al. 2025), which in the mean is the reverse KL divergence with the sign turned."""
+
+    teachers: dict[str, Annotated[float, Field(gt=0)]] = Field({REFERENCE: 1.0}, min_length=1)
+    """Columns of log-probabilities, each with its weight in the mean: ``{reference: 1.0}`` is the model of
+    `reference.path`; others are scorers, e.g. ``{maths: 0.5, law: 0.5}``; of those that are not asked for a prompt's
+    source there is none."""
+    coefficient: float = Field(1.0, gt=0)
+    """What a nat of it adds to the token's advantage, e.g. ``0.1``."""
