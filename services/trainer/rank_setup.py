@@ -182,7 +182,7 @@ def train(
     judgements = Judgements(step) if settings.archived else None
     if settings.reference_here:
         step = with_reference(learner, step, settings.temperature)
-    with profiled(batch.step, settings.trainer.profile_steps, settings.profiles, rank):
+    with profiled(batch.step, settings.trainer.profile_steps, settings.profiles, rank, learner.device):
         metrics = learner.train(step, before_update, judgements)
     if judgements:
         judgements.write(settings.archive, batch.step, settings.archived, learner.world)

@@ -22,6 +22,7 @@ from penstock.services.learning.batch import TrainingBatch
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
 from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.profiling import profiled
 from tests.e2e.runs import ROOT
 from tests.gpu.machine import GIB, Machine
 
@@ -86,3 +87,15 @@ def test_the_peak_is_the_plans_and_the_gpu_is_busy(
         plan, peak = trainer_gib(shape, config.trainer) - OVERHEAD_GIB - stage, machine.peak_gib()
         note("peak of the allocator beside the plan", f"{peak:.1f} GiB, planned {plan:.1f}: {peak / plan:.2f}")
         assert peak == pytest.approx(plan, rel=0.15)
+
+
+@pytest.mark.skipif("not torch.cuda.is_available()", reason="a CPU's allocator has no history")
+def test_what_lies_on_the_gpu_in_a_step_is_shown_also_where_it_does_not_fit(tmp_path: Path, machine: Machine) -> None:
+    with profiled(3, [3], tmp_path / "profiles", "trainer", machine.device):
+        torch.ones(1 << 20, device=machine.device).sum()
+    with pytest.raises(torch.OutOfMemoryError), profiled(4, [4], tmp_path / "profiles", "trainer", machine.device):
+        torch.empty(1 << 45, device=machine.device)
+    for step in (3, 4):
+        page = (tmp_path / "profiles" / f"trainer-step-{step:06d}-memory.html").read_text()
+        assert "Active Memory Timeline" in page and len(page) > 1000
+    assert (tmp_path / "profiles" / "trainer-step-000003.json.gz").exists()
