@@ -31,6 +31,11 @@ SOURCE = "source/"
 VALUES = "values"
 """The critic's: what rewards are still to come where each token was chosen; float32, a value for each token, 0 where
 nothing was sampled."""
+PROCESS = "process"
+"""PRIME's: what each token was worth, by a model that knows outcomes alone; float32, a value for each token, 0 where
+nothing was sampled."""
+OF_CRITIC = (VALUES, PROCESS)
+"""What a critic may write: one of these."""
 GREEDY = "greedy"
 """No column: what an advantage may be given for each trajectory, the reward of its group's greedy answer."""
 BASELINE = "baseline"
@@ -80,7 +85,8 @@ METRICS = frozenset(
         "mismatch_bound", "gather_s", "digest_s", "leased", "waiting", "unscored", "ready", "groups_dropped",
         "rejected_tokens", "rejected_rows", "turns", "reward_greedy", "reward_kl", "kl_coefficient", "critic_loss",
         "critic_value_mean", "critic_return_mean", "critic_explained_variance", "critic_clip_fraction",
-        "critic_grad_norm", "critic_skipped", "critic_lr", "prompts_resting", "taught_rows", "taught_gain", "mfu",
+        "critic_grad_norm", "critic_skipped", "critic_lr", "critic_accuracy", "prompts_resting", "taught_rows",
+        "taught_gain", "mfu",
         "trainer_tokens_per_s", "solved_all", "solved_none", "reward_shaped", "imitated_nll", "teacher_divergence",
         "given_nll", "given_tokens", "reward_given",
     )

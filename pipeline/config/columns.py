@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.protocols.columns import FIELDS, GIVEN, METRICS, REFERENCE, REWARD, SOURCE, ColumnTable, top_of
+from penstock.protocols.columns import FIELDS, GIVEN, METRICS, PROCESS, REFERENCE, REWARD, SOURCE, ColumnTable, top_of
 from penstock.services.broker.rules.evaluation import pass_at
 from penstock.services.runtime import registry
 from penstock.services.runtime.nearest import nearest
@@ -22,6 +22,8 @@ def columns_read(config: Any) -> dict[str, str]:
     for choice in ("advantage", "loss", "correction"):
         for name in getattr(getattr(algorithm, choice), "columns", ()):
             found[name] = f"trainer.algorithm.{choice}.columns"
+    if PROCESS in found:  # which is made of them
+        found[REFERENCE] = found[PROCESS]
     if algorithm.teacher_advantage:
         found |= dict.fromkeys(algorithm.teacher_advantage.teachers, ADVANTAGE_BY)
     if algorithm.kl.coefficient > 0:

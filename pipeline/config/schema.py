@@ -21,7 +21,7 @@ from penstock.pipeline.config.programs import ProgramConfig
 from penstock.pipeline.config.reference import check_reference
 from penstock.pipeline.config.sources import check_sources
 from penstock.pipeline.config.updates import check_updates, given_by_trainer
-from penstock.protocols.columns import REFERENCE, VALUES, ColumnTable
+from penstock.protocols.columns import OF_CRITIC, REFERENCE, ColumnTable
 from penstock.protocols.experience import Sampling
 from penstock.services.broker.config import (
     BrokerConfig,
@@ -141,7 +141,8 @@ class Config(Section):
     gateway: GatewayConfig = GatewayConfig()
     """The processes that agents outside the pipeline speak to."""
     critic: CriticConfig = CriticConfig()
-    """PPO's critic: the process that learns what is still to be won."""
+    """PPO's critic, the process that learns what is still to be won; or PRIME's, which learns what each token was
+    worth."""
     scorers: dict[str, ScorerConfig] = {}
     """Scorers by name: classes of your own, reward models, teachers. Each adds columns to finished groups, for losses,
     advantages and rewards, e.g. ``{surprise: {scorer: "my_module:Surprise", columns: {surprise: token}}}``."""
@@ -190,8 +191,14 @@ class Config(Section):
 
     @property
     def with_critic(self) -> bool:
-        """Somebody reads the critic's values."""
-        return VALUES in columns_read(self)
+        """Somebody reads what one says."""
+        return self.critic_column is not None
+
+    @property
+    def critic_column(self) -> str | None:
+        """Its values, or PRIME's process rewards."""
+        read = columns_read(self)
+        return next((name for name in OF_CRITIC if name in read), None)
 
     @property
     def critic_warmup(self) -> int:

@@ -13,6 +13,7 @@ from penstock.pipeline.preflight import given, told_tools
 from penstock.pipeline.preflight.data import ROWS, check_length
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources.model_files import read_config
+from penstock.protocols.columns import VALUES
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, open_source
 from penstock.services.data.config import DataConfig, MixData, ReasoningGymData
@@ -45,7 +46,7 @@ def look(config: Config, report: Report) -> None:
             _check_balance(policy, config.trainer.algorithm.router_balance)
             _check_vllm(policy, config, report)
             _note_rounding(config, report)
-            if config.with_critic and not config.critic.path:
+            if config.critic_column == VALUES and not config.critic.path:
                 _check_value_head(policy, "model.path")
     for key, path in readers(config):
         with report.collect():
@@ -56,7 +57,8 @@ def look(config: Config, report: Report) -> None:
                 _check_mixes(policy, path)
             if key == "critic.path":
                 _check_whole(path, key)
-                _check_value_head(path, key)
+                if config.critic_column == VALUES:
+                    _check_value_head(path, key)
             if key.startswith("scorers."):
                 _check_top_k(path, config.scorers[key.split(".")[1]].top_k, key.removesuffix("path") + "top_k")
     for kind, scorer in config.scorers.items():

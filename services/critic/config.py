@@ -24,11 +24,12 @@ def shares_devices(config: Any) -> bool:
 
 
 class CriticConfig(LearnerConfig):
-    """The critic; there is none where nothing reads its column ``values``."""
+    """The critic: a model that says of each token what is still to be won (`advantage: gae`), or a language model that
+    says what it was worth (`advantage: prime`); there is none where nothing reads either."""
 
     path: str | None = None
-    """The model that it starts from, e.g. ``Qwen/Qwen2.5-0.5B``; null: the policy's own. Its head, one number a token,
-    starts at 0 where the model has none."""
+    """The model that it starts from, e.g. ``Qwen/Qwen2.5-0.5B``; null: the policy's own. The head of a model of values,
+    one number a token, starts at 0 where the model has none."""
     own_gpus: bool = False
     """Whether it has GPUs of its own also with `run.placement`: colocated, e.g. ``true``; false: it is on the trainer's
     then, and the two take turns. See docs/memory.md."""
@@ -36,7 +37,8 @@ class CriticConfig(LearnerConfig):
     """Steps in which the critic learns and the policy stands still, e.g. ``10``: a policy that follows a critic which
     knows nothing yet unlearns. The policy's learning rate warms up behind them."""
     clip: float = Field(0.2, gt=0)
-    """A value moves by at most so much in a step: beyond, the loss has no gradient (Schulman et al. 2017)."""
+    """Of a model of values: one moves by at most so much in a step; beyond, the loss has no gradient (Schulman et al.
+    2017)."""
     epochs: int = Field(1, ge=1)
     """How often a step's groups are learned from, e.g. ``2``; where nothing is said, as often as `trainer.epochs`."""
     mini_batches: int = Field(1, ge=1)
@@ -47,5 +49,9 @@ class CriticConfig(LearnerConfig):
     lam: float | None = Field(None, ge=0, le=1)
     """λ of the returns that it learns, e.g. ``1.0`` while the advantage has 0.95 (VC-PPO, arXiv:2503.01491); null: the
     advantage's own, or 1."""
+    beta: float = Field(0.05, gt=0)
+    """Of PRIME's: what a nat is worth that it finds a token likelier than the reference does, e.g. ``0.1``."""
+    right: float = 0.5
+    """Of PRIME's: an answer is right from this reward on, e.g. ``1.0``."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     """AdamW or Muon: how its weights are changed."""

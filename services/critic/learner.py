@@ -30,6 +30,8 @@ class CriticLearner(ModelLearner):
 
     SECTION = "critic"
     PUBLISHES, VALUED = False, True
+    COLUMN = VALUES
+    """What it says of a step."""
 
     def __init__(
         self, model: Any, config: CriticConfig, steps: int, gamma: float, lam: float, penalties: Penalties,

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock.protocols.columns import VALUES, ColumnTable
+from penstock.protocols.columns import ColumnTable
 from penstock.protocols.messages import Batch
 from penstock.services.critic.learner import CriticLearner
+from penstock.services.critic.process_learner import ProcessLearner
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch, open_batch
 from penstock.services.learning.shift import OF_SHIFTS, Shift
@@ -26,19 +27,19 @@ Say = Callable[[TrainingBatch, Sequence[np.ndarray]], None]
 class Steps:
     """The steps of a critic, the same on every rank."""
 
-    learner: CriticLearner
+    learner: CriticLearner | ProcessLearner
     saver: checkpoint.Saver
     columns: ColumnTable
     deterministic: bool
 
     def train(self, batch: Batch, say: Say = lambda step, values: None) -> dict[str, float]:
-        """Values of ``batch``, which ``say`` is given unless the batch has them already, and one step towards its
-        returns. Returns the step's metrics."""
+        """What the model says of ``batch``, which ``say`` is given unless the batch has it already, and then one step
+        of learning. Returns the step's metrics."""
         step = open_batch(batch, self.columns, vocabulary=vocabulary_of(self.learner.model))
-        if VALUES not in step.token_values:
+        if self.learner.COLUMN not in step.token_values:
             values = self.learner.values(step)
             say(step, values)
-            step = step.with_tokens(VALUES, values)
+            step = step.with_tokens(self.learner.COLUMN, values)
         return self.learner.train(step)
 
     def digest(self) -> str:

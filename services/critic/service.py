@@ -11,10 +11,11 @@ import numpy as np
 import structlog
 import torch
 
-from penstock.protocols.columns import VALUES
+from penstock.protocols.columns import PROCESS
 from penstock.protocols.messages import Batch, Learned, Skip, StepColumn
 from penstock.services.critic.config import CriticConfig, shares_devices
 from penstock.services.critic.learner import CriticLearner
+from penstock.services.critic.process_learner import ProcessLearner
 from penstock.services.critic.ranks import Steps, WorkerRank
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch
@@ -117,7 +118,7 @@ class Critic:
         def say(step: TrainingBatch, values: Sequence[np.ndarray]) -> None:
             """They are durable when this returns."""
             nonlocal valued
-            said = StepColumn(step=batch.step, column=VALUES, values=_by_group(batch, step, values))
+            said = StepColumn(step=batch.step, column=self._learner.COLUMN, values=_by_group(batch, step, values))
             self._desk.wait(self.actor.mailbox.ask_later(said, ANSWER_DEADLINE_S))
             valued = time.monotonic()
             failpoint.reach("critic-valued", batch.step)
@@ -170,19 +171,21 @@ def make(context: ActorContext, config: Any, kind: str) -> Critic | WorkerRank:
         shift.start()
     folder = context.folder / "critic" / "checkpoints"
     own = critic.pinned() if config.run.deterministic else critic
-    gamma, lam = (_of_returns(config, name) for name in ("gamma", "lam"))
+    processes = config.critic_column == PROCESS
 
-    def learner_of(weights: str) -> CriticLearner:
+    def learner_of(weights: str) -> CriticLearner | ProcessLearner:
         begun = Path(weights) if weights != path else None  # a checkpoint; with an adapter it has that alone
         adapter = Adapter.of(critic.lora, begun, "critic.lora") if critic.lora else None
         model = load_trainable(
-            path if adapter else weights, world, device, config.model.dtype, "value", adapter, critic.weights_on_host,
-            key,
+            path if adapter else weights, world, device, config.model.dtype, "language" if processes else "value",
+            adapter, critic.weights_on_host, key,
         )  # fmt: skip
         give_learners_sight(model, path, config.model.dtype, device, key)
-        return CriticLearner(
-            model, own, config.trainer.counted_steps, gamma, lam, config.trainer.algorithm.penalties, world
-        )
+        steps, algorithm = config.trainer.counted_steps, config.trainer.algorithm
+        if processes:
+            return ProcessLearner(model, own, steps, config.rollout.sampling.temperature, world)
+        gamma, lam = (_of_returns(config, name) for name in ("gamma", "lam"))
+        return CriticLearner(model, own, steps, gamma, lam, algorithm.penalties, world)
 
     learner, tail = checkpoint.open_learner(folder, world, path, learner_of)
     kept, tokenizer = critic.checkpoint, load_tokenizer(path, key=key)

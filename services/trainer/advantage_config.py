@@ -11,6 +11,7 @@ from penstock.protocols.columns import (
     BASELINE,
     GREEDY,
     POLICY,
+    PROCESS,
     REFERENCE,
     SAMPLED,
     SCORES,
@@ -71,6 +72,28 @@ class GaeAdvantage(Choice):
     def columns(self) -> list[str]:
         """The critic's values."""
         return [VALUES]
+
+
+class PrimeAdvantage(Choice):
+    """PRIME's: the outcome, less the mean of the group's others, and beside it a reward for each token, by a critic of
+    another kind: a language model that learns which answers are right, and from that what each token was worth. Starts
+    a critic process (`critic`) and a reference."""
+
+    implementation = "advantages.prime:prime"
+    paper = "Cui et al. 2025, arXiv:2502.01456; Yuan et al. 2024, arXiv:2412.01981"
+    least_n = 2
+    by_token = True
+    equal_teach = True
+    type: Literal["prime"] = "prime"
+    share: float = Field(1.0, ge=0)
+    """What process rewards count beside the outcome, e.g. ``5.0``."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount a token of the process rewards, e.g. ``0.99``."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The critic's."""
+        return [PROCESS]
 
 
 class ReMaxAdvantage(Choice):
@@ -336,5 +359,5 @@ BuiltInAdvantage = (
     GaeAdvantage | GroupAdvantage | LeaveOneOutAdvantage | ReMaxAdvantage | RoleAdvantage | ReinforcePlusPlusAdvantage
     | ReinforcePlusPlusBaselineAdvantage | OpoAdvantage | OptimalTokenBaselineAdvantage | GpgAdvantage
     | PassAtKAdvantage | MaxRlAdvantage | GdpoAdvantage | GigpoAdvantage | DistillationAdvantage
-    | SelfDistillationAdvantage | NoAdvantage
+    | SelfDistillationAdvantage | PrimeAdvantage | NoAdvantage
 )  # fmt: skip

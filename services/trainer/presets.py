@@ -9,7 +9,7 @@ from penstock.services.runtime.settings import Section
 PresetName = Literal[
     "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "gspo", "cispo", "sapo", "gmpo", "dppo", "gpg",
     "opo", "maxrl", "remax", "distillation", "gkd", "sdpo", "gigpo", "lite_ppo", "luspo", "m2po", "topr", "vapo",
-    "vespo", "sft", "luffy", "spiral",
+    "vespo", "sft", "luffy", "spiral", "prime",
 ]  # fmt: skip
 
 SECTIONS = ("advantage", "loss", "correction", "imitate", "distill", "given")
@@ -58,6 +58,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss": {"type": "reinforce"},
         "correction": {"type": "truncated"},
     },
+    "prime": {"advantage": {"type": "prime"}},
     "sft": {"given": {"shape": "nll", "compared": False}},
     "luffy": {
         "advantage": {"type": "grpo", "std": False},
