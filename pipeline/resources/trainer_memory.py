@@ -44,7 +44,7 @@ def trainer_parts(
 ) -> dict[str, float]:
     """GiB of one rank at its peak, by what they are; of a pipeline, of a rank of the stage that takes most."""
     stages, each = trainer.pipeline_parallel, of_stage(trainer)
-    if not trainer.freeze:  # a critic that begins as the policy does learns all of it
+    if shape.frozen and not trainer.freeze:  # a critic that begins as the policy does learns all of it
         shape = replace(shape, still=(), still_ends=(0, 0))
     every = [_parts(shape.stage(number, stages), each, stages - number, gpu_gib, staged) for number in range(stages)]
     return max(every, key=lambda parts: sum(parts.values()))

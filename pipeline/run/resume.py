@@ -160,8 +160,9 @@ def check_left(folder: Path, config: Config) -> None:
 
 def check_fixed(began: Config, config: Config) -> None:
     """Raises `ConfigError` that names the first key that a resumed run cannot change."""
-    if config.with_critic != began.with_critic:
-        words = "has a critic" if began.with_critic else "has no critic, which would have to learn from its first step"
+    if config.critic_column != began.critic_column:
+        of = f"has a critic that says {began.critic_column}"
+        words = of if began.with_critic else "has no critic, which would have to learn from its first step"
         raise ConfigError(
             f"trainer.algorithm.advantage: {config.trainer.algorithm.advantage.type}, but the run {words}; a resumed "
             "run cannot change that: begin a new one"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from penstock.protocols.versions import DTYPE_BYTES, Dtype
@@ -98,6 +99,8 @@ class Shape:
 
     def stage(self, number: int, count: int) -> Shape:
         """What a pipeline's stage ``number`` of ``count`` has."""
+        if count == 1:
+            return self
         first, end = stage_layers(self.layers, count)[number]
         dense = max(0, min(end, self.dense) - first)
         return replace(
@@ -115,7 +118,7 @@ class Shape:
         """It is no stage of a pipeline."""
         return self.begins and self.ends_here
 
-    @property
+    @cached_property
     def matrices(self) -> dict[str, Matrix]:
         """Those of a layer, by the name of its module; of a mixture, those that are no expert's."""
         hidden, inner, share = self.hidden, self.intermediate, self.attending
@@ -132,7 +135,7 @@ class Shape:
             inner, share = self.dense_inner, self.dense / self.layers
         return found | (feed_forward(hidden, inner, "mlp", share if self.experts else 1.0) if inner else {})
 
-    @property
+    @cached_property
     def shared(self) -> float:
         """Parameters of a layer that every token meets, less the router's; on average."""
         return sum(matrix.numbers for matrix in self.matrices.values())

@@ -1,4 +1,4 @@
-"""PPO with a critic, through the real command: what is killed is redone, and nothing is trained twice."""
+"""PPO and PRIME with a critic, through the real command: what is killed is redone, and nothing is trained twice."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.chaos.harness import SMALL
 from tests.e2e.runs import SHORT, Run, check_promises
 
 PPO = ["trainer.algorithm.preset=ppo", "trainer.algorithm.advantage={lam: 0.95}", "critic.optimizer.lr=1.0e-3"]
+PRIME = ["trainer.algorithm.preset=prime", "trainer.algorithm.advantage={share: 5.0}", "critic.optimizer.lr=1.0e-3"]
 EVERY = ["trainer.checkpoint.every=4", "critic.checkpoint.every=3"]
 DETERMINISTIC = ["run.deterministic=true", "replay.archive=all", "trainer.steps=12"]
 DETERMINISTIC += ["trainer.checkpoint.every=5", "critic.checkpoint.every=4"]
@@ -53,6 +54,19 @@ def test_every_step_waits_for_the_critics_values(tmp_path: Path) -> None:
     assert {path.name for path in (run.folder / "critic" / "checkpoints").iterdir()} == {"step-000006"}
     digests = [row["digest"] for row in read_lines(run.folder / "ledger.jsonl")]
     assert len(set(digests[:2])) == 1 and len(set(digests)) == 5, "the policy stands still for two steps"
+
+
+def test_a_killed_critic_that_learns_from_outcomes_redoes_its_steps_to_the_bit(tmp_path: Path) -> None:
+    points = "critic-taken:2,critic-valued:5,critic-trained:7"
+    run = killed_at(points, tmp_path, [*SMALL, *PRIME, *DETERMINISTIC])
+    summary = run.wait()
+    check_promises(summary)
+    assert summary["restarts"] == 3 and summary["steps"] == 12
+    learned = last_of(run.folder / "critic.jsonl")
+    assert sorted(learned) == list(range(12)) and len(set(learned.values())) == 12
+    rows = steps_of(run.folder)
+    assert abs(rows[0]["process"]) < 1e-7 < abs(rows[-1]["process"]), "it begins as the reference"
+    assert all(0 <= row["critic_accuracy"] <= 1 for row in rows if "critic_accuracy" in row)
 
 
 @pytest.mark.chaos
@@ -94,7 +108,7 @@ def test_a_run_of_which_everybody_died_goes_on(tmp_path: Path) -> None:
     run.process.wait(10)
     other = Run.resumed(run, ["trainer.steps=14", "trainer.algorithm={preset: null, advantage: {type: grpo}}"])
     assert other.process.wait(60) == 2
-    assert "trainer.algorithm.advantage: grpo, but the run has a critic" in other.output.read_text()
+    assert "trainer.algorithm.advantage: grpo, but the run has a critic that says values; a" in other.output.read_text()
     again = Run.resumed(run, ["trainer.steps=14"])
     summary = again.wait()
     check_promises(summary)

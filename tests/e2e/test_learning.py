@@ -64,6 +64,15 @@ def test_ppo_with_a_critic_lifts_the_reward(chosen: list[str], tmp_path: Path) -
     assert summary["reward_last"] >= 0.85 and summary["eval_after"] >= 0.95
 
 
+def test_prime_lifts_the_reward_and_knows_which_answers_are_right(tmp_path: Path) -> None:
+    run = Run(tmp_path, [], ROOT / "configs" / "prime.yaml")
+    summary = run.wait(500)
+    check_promises(summary)
+    assert summary["reward_last"] >= 0.9 and summary["eval_after"] >= 0.95
+    known = [row["critic_accuracy"] for row in steps_of(run.folder) if "critic_accuracy" in row]
+    assert sum(known[-20:]) / 20 >= 0.95
+
+
 @pytest.mark.parametrize("preset", ["grpo", "gigpo"])
 def test_a_task_of_two_turns_with_a_tool_is_learned(preset: str, tmp_path: Path) -> None:
     chosen = [f"trainer.algorithm.preset={preset}"]

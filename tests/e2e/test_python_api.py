@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def test_a_run_is_started_stopped_and_gone_on_with(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match="it goes on"):
         run.wait(0.5)
     while len(run.steps) < 3:
-        pass
+        time.sleep(0.1)
     assert run.status()["phase"] == "training"
     again = penstock.Run(run.folder)  # from another process, say
     assert again.running

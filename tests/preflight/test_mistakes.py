@@ -6,6 +6,7 @@ start them, also CPU seconds until it is told. The others are forked from a proc
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.run.join import FailedError, join
 from penstock.protocols.run_lock import came_to
 from tests import warm
@@ -711,9 +713,27 @@ def check(folder: Path, mistake: Mistake, code: int, said: str) -> None:
     assert not (folder / "runs").exists()
 
 
+def told_by_the_config(folder: Path, arguments: list[str]) -> str:
+    """What is wrong with it by itself, which needs no process: that the command then ends with this and nothing else is
+    `AT_ONCE`'s to show. Empty: nothing is, or it is no run of a config."""
+    path, *overrides = arguments or [""]
+    if not path.endswith(".yaml") or not all("=" in override for override in overrides):
+        return ""
+    with contextlib.chdir(folder):
+        try:
+            load(Path(path), overrides)
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name.replace(" ", "-"))
 def test_it_is_told_with_its_key_and_a_way_out(tmp_path: Path, mistake: Mistake) -> None:
-    code, said = forked(tmp_path, "run", *lay_out(tmp_path, mistake))
+    arguments = lay_out(tmp_path, mistake)
+    if said := told_by_the_config(tmp_path, arguments):
+        assert all(part in said for part in mistake.says), said
+        return
+    code, said = forked(tmp_path, "run", *arguments)
     sys.stdout.write(f"\n{code}  {mistake.name}: {said.strip()}\n")
     check(tmp_path, mistake, code, said)
 

@@ -57,6 +57,7 @@ def columns(scores: torch.Tensor) -> dict[str, torch.Tensor]:
         "reward/a": scores,
         "reward/b": 1 - scores * scores,
         "values": values,
+        "process": values / 3 - 0.1,
         "greedy": scores / 2,
         "baseline": scores / 3,
         "reference": values - 1,
