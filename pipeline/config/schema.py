@@ -141,7 +141,7 @@ class Config(Section):
     gateway: GatewayConfig = GatewayConfig()
     """The processes that agents outside the pipeline speak to."""
     critic: CriticConfig = CriticConfig()
-    """PPO's critic, which learns what is still to be won, or PRIME's, which learns what was right."""
+    """PPO's critic, which learns what is still to be won; or PRIME's."""
     scorers: dict[str, ScorerConfig] = {}
     """Scorers by name: classes of your own, reward models, teachers. Each adds columns to finished groups, for losses,
     advantages and rewards, e.g. ``{surprise: {scorer: "my_module:Surprise", columns: {surprise: token}}}``."""
