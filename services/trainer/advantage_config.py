@@ -347,6 +347,28 @@ class SelfDistillationAdvantage(Choice):
         return {"bound": self.bound, "group_share": self.group_share}
 
 
+class OnlineDpoAdvantage(Choice):
+    """Online DPO: the best answer of each group is preferred to the worst, beside the reference. With `loss: reinforce`
+    its gradient is that of DPO's loss on these pairs, as the policy is when the step begins. Starts a reference; takes
+    a forward pass more."""
+
+    implementation = "advantages.online_dpo:online_dpo"
+    paper = "Guo et al. 2024, arXiv:2402.04792; Rafailov et al. 2023, arXiv:2305.18290; Azar et al. 2023, 2310.12036"
+    least_n = 2
+    by_token = True
+    given = (POLICY,)
+    type: Literal["online_dpo"] = "online_dpo"
+    beta: float = Field(0.1, gt=0)
+    """β: the larger, the nearer to the reference, e.g. ``0.5``."""
+    shape: Literal["sigmoid", "ipo"] = "sigmoid"
+    """The loss of a pair: DPO's ``sigmoid``, or the square of ``ipo``, which does not go on pulling at what is sure."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The reference's log-probabilities."""
+        return [REFERENCE]
+
+
 class NoAdvantage(Choice):
     """None: the policy learns from what stands beside the policy loss alone, such as `distill` or `imitate`. Needs no
     group (`n: 1`), and reads no reward."""
@@ -359,5 +381,5 @@ BuiltInAdvantage = (
     GaeAdvantage | GroupAdvantage | LeaveOneOutAdvantage | ReMaxAdvantage | RoleAdvantage | ReinforcePlusPlusAdvantage
     | ReinforcePlusPlusBaselineAdvantage | OpoAdvantage | OptimalTokenBaselineAdvantage | GpgAdvantage
     | PassAtKAdvantage | MaxRlAdvantage | GdpoAdvantage | GigpoAdvantage | DistillationAdvantage
-    | SelfDistillationAdvantage | PrimeAdvantage | NoAdvantage
+    | SelfDistillationAdvantage | PrimeAdvantage | OnlineDpoAdvantage | NoAdvantage
 )  # fmt: skip

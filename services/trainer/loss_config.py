@@ -221,6 +221,18 @@ class ToprLoss(Choice):
     """Largest weight of an answer with a negative advantage, e.g. ``0.5``; all others have 1."""
 
 
+class SppoLoss(Choice):
+    """SPPO: the log-ratio of a whole answer is drawn to η times its advantage, by their squared difference."""
+
+    implementation = "losses.sppo:sppo"
+    paper = "Wu et al. 2024, arXiv:2405.00675"
+    aggregation = "seq-mean-token-sum"
+    type: Literal["sppo"] = "sppo"
+    eta: float = Field(1.0, gt=0)
+    """η: how far a step may go, e.g. ``10``: at 1 an answer whose advantage is 0.5 is to become e^0.5 times as
+    likely."""
+
+
 class VespoLoss(Choice):
     """VESPO: the policy gradient, weighted by a smooth function of the whole answer's ratio, which is 1 where policy
     and sampler agree and falls off on both sides. For old experience."""
@@ -253,4 +265,5 @@ BuiltInLoss = (
     | M2poLoss
     | ToprLoss
     | VespoLoss
+    | SppoLoss
 )

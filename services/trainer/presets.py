@@ -9,7 +9,7 @@ from penstock.services.runtime.settings import Section
 PresetName = Literal[
     "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "gspo", "cispo", "sapo", "gmpo", "dppo", "gpg",
     "opo", "maxrl", "remax", "distillation", "gkd", "sdpo", "gigpo", "lite_ppo", "luspo", "m2po", "topr", "vapo",
-    "vespo", "sft", "luffy", "spiral", "prime",
+    "vespo", "sft", "luffy", "spiral", "prime", "online_dpo", "sppo",
 ]  # fmt: skip
 
 SECTIONS = ("advantage", "loss", "correction", "imitate", "distill", "given")
@@ -59,6 +59,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "correction": {"type": "truncated"},
     },
     "prime": {"advantage": {"type": "prime"}},
+    "online_dpo": {
+        "advantage": {"type": "online_dpo"},
+        "loss": {"type": "reinforce"},
+        "aggregation": "seq-mean-token-sum",
+    },
+    "sppo": {"advantage": {"type": "grpo", "std": False}, "loss": {"type": "sppo"}},
     "sft": {"given": {"shape": "nll", "compared": False}},
     "luffy": {
         "advantage": {"type": "grpo", "std": False},

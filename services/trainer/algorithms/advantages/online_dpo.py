@@ -1,0 +1,40 @@
+"""Preferences between answers of a group: Guo et al. 2024, arXiv:2402.04792 (online DPO); Rafailov et al. 2023,
+arXiv:2305.18290, eq. 7 (``sigmoid``); Azar et al. 2023, arXiv:2310.12036, eq. 17 (``ipo``)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+
+def online_dpo(
+    tokens: torch.Tensor,
+    mask: torch.Tensor,
+    groups: torch.Tensor,
+    reference: torch.Tensor,
+    policy: torch.Tensor,
+    *,
+    beta: float,
+    shape: Literal["sigmoid", "ipo"],
+) -> torch.Tensor:
+    """Of each group the best row y⁺ and the worst y⁻, by the sum of their rewards ``tokens`` ``[rows, length]``, are a
+    pair; where several are as good, or as bad, all pairs of them. With h(y) = Σ log π(y_t) − log π_ref(y_t), of
+    ``policy`` and ``reference`` ``[rows, length]``, and Δ = h(y⁺) − h(y⁻), the pair's loss is
+
+        sigmoid: −log σ(β Δ)        ipo: (Δ − 1 / 2β)²
+
+    whose gradient is that of −Σ A log π(y_t) with A = β σ(−β Δ), or 2 (1 / 2β − Δ), for y⁺, and minus that for y⁻. A
+    is times the group's rows, so that a mean over all rows is the mean over groups. 0 where all are equally good."""
+    scores, worth = tokens.sum(-1), torch.zeros(len(tokens), dtype=tokens.dtype)
+    margins = ((policy - reference).to(tokens.dtype) * mask).sum(-1)
+    for number in torch.unique(groups):
+        mine = torch.nonzero(groups == number)[:, 0]
+        best, worst = (mine[scores[mine] == end] for end in (scores[mine].max(), scores[mine].min()))
+        if scores[best[0]] == scores[worst[0]]:
+            continue
+        apart = margins[best][:, None] - margins[worst][None]
+        pull = beta * torch.sigmoid(-beta * apart) if shape == "sigmoid" else 2 * (1 / (2 * beta) - apart)
+        pull = pull * len(mine) / pull.numel()
+        worth[best], worth[worst] = pull.sum(1), -pull.sum(0)
+    return worth[:, None] * mask
