@@ -68,11 +68,10 @@ PARTLY = {
 }
 """Models some of whose layers lack a projection that others of their family have."""
 _TURNS: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 1e4}}
+_NARROW = {"head_dim": 8, "rope_parameters": {**_TURNS["rope_parameters"], "mrope_section": [2, 1, 1]}}
 SEEING = {
-    "qwen2_5_vl": (
-        "qwen2_5_vl_text",
-        {"head_dim": 8, "rope_parameters": {**_TURNS["rope_parameters"], "mrope_section": [2, 1, 1]}},
-    ),
+    "qwen2_5_vl": ("qwen2_5_vl_text", _NARROW),
+    "qwen2_vl": ("qwen2_vl_text", _NARROW), "glm4v": ("glm4v_text", _NARROW), "glm46v": ("glm4v_text", _NARROW),
     "qwen3_5": ("qwen3_5_text", LINEAR), "qwen3_5_moe": ("qwen3_5_moe_text", LINEAR | MIXTURE),
     "qwen3_vl": ("qwen3_vl_text", _TURNS),
     "qwen3_vl_moe": (
@@ -87,7 +86,7 @@ _EYES = {
     "depth": 1, "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "out_hidden_size": 32,
     "num_position_embeddings": 16, "image_size": 32, "patch_size": PATCH,
-    "fullatt_block_indexes": [0],
+    "fullatt_block_indexes": [0], "embed_dim": 32, "mlp_ratio": 2,
 }  # fmt: skip
 _SEES_BY = {"gemma4": "gemma4_vision"}
 """Whose config has no tower unless it is given one."""

@@ -23,14 +23,17 @@ from penstock.services.turns.tokenizer import Tokenizer
 from tests import families, shown
 
 QWEN, GEMMA = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"), ("<boi>", "<img>", "<eoi>")
-SHOWN = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "gemma3")
-"""Families whose processors want no torchvision."""
+GLM = ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|video|>")
+SHOWN = ("qwen2_vl", "glm4v", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "gemma3")
+"""Families whose processors want no torchvision; so does `glm46v`'s, which is all that tells it from `glm4v`."""
+READERS = {"glm4v": "Glm4vImageProcessor", "glm46v": "Glm46VImageProcessor"}
+"""Whose image processor is no Qwen's."""
 
 
 def write(family: str, folder: Path) -> Any:
     """The model, with a tokenizer of single letters, a chat template and a processor. Returns the tokenizer."""
     tokenizer = make_tokenizer(set(ALPHABET))
-    words = GEMMA if family.startswith("gemma") else QWEN
+    words = next((words for name, words in (("gemma", GEMMA), ("glm", GLM)) if family.startswith(name)), QWEN)
     tokenizer.add_special_tokens({"additional_special_tokens": list(words)})
     begin, pad, end = (tokenizer.convert_tokens_to_ids(word) for word in words[:3])
     mark = words[0] if words is GEMMA else "".join(words[:3])
@@ -40,7 +43,8 @@ def write(family: str, folder: Path) -> Any:
         "{% endfor %}{% endif %}{% endfor %}"
     )
     tokenizer.save_pretrained(folder)
-    told: dict[str, Any] = {"image_token_id": pad, "vision_start_token_id": begin, "vision_end_token_id": end}
+    of = "image" if words is GLM else "vision"
+    told: dict[str, Any] = {"image_token_id": pad, f"{of}_start_token_id": begin, f"{of}_end_token_id": end}
     if words is GEMMA:
         told = {"image_token_id": pad, "boi_token_index": begin, "eoi_token_index": end, "mm_tokens_per_image": 4}
         _update(folder / "tokenizer_config.json", extra_special_tokens=_GEMMA_NAMES)
@@ -50,7 +54,8 @@ def write(family: str, folder: Path) -> Any:
         told["video_token_id"] = tokenizer.convert_tokens_to_ids(words[3])
         size = {"shortest_edge": 32 * 32, "longest_edge": 64 * 64}
         _update(
-            folder / "preprocessor_config.json", image_processor_type="Qwen2VLImageProcessor", size=size,
+            folder / "preprocessor_config.json",
+            image_processor_type=READERS.get(family, "Qwen2VLImageProcessor"), size=size,
             patch_size=families.PATCH, temporal_patch_size=2, merge_size=2,
         )  # fmt: skip
     families.write(family, folder, vocab_size=len(tokenizer), **told)

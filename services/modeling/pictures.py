@@ -32,7 +32,8 @@ class PictureReader:
     def __init__(self, path: str, tokenizer: Any = None, key: str = "model.path") -> None:
         self._processor = _load(path, tokenizer or load_tokenizer(path, key=key), key)
         config = load_config(path, key)
-        ids = (getattr(config, f"vision_{name}_token_id", None) for name in ("start", "end"))
+        ends = [(f"{of}_start_token_id", f"{of}_end_token_id") for of in ("vision", "image")]
+        ids = next(([getattr(config, name) for name in pair] for pair in ends if hasattr(config, pair[0])), [])
         self._frame = [self._processor.tokenizer.convert_ids_to_tokens(id) for id in ids if id is not None]
         """What the family puts around a picture; nothing: its processor does, or nobody."""
         self._token = placeholder(config)
