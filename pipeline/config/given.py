@@ -88,6 +88,11 @@ def _check_subset(algorithm: AlgorithmConfig, sampled: int) -> None:
             f"trainer.algorithm.subset.keep={keep}: a group has {sampled} sampled answers, so none is left out; take "
             "fewer, or more of them (rollout.sampling.n)"
         )
+    if algorithm.advantage.type == "rae":
+        raise ValueError(
+            "trainer.algorithm.subset: advantage=rae compares with running means of all answers, not with those that "
+            "stay of a group; leave it out"
+        )
     if keep < least:
         raise ValueError(
             f"trainer.algorithm.subset.keep={keep}: advantage={algorithm.advantage.type} compares at least {least}"
@@ -122,7 +127,7 @@ def _unfit(config: Any) -> Iterator[str]:
     if config.rollout.sampling.routing_replay:
         yield "no engine has routed what it was not asked for; set rollout.sampling.routing_replay=false"
     if config.with_critic:
-        yield "a critic would learn the values of what nobody sampled; take an advantage without one, e.g. grpo"
+        yield "a critic would learn from what nobody sampled; take an advantage without one, e.g. grpo"
     if config.trainer.algorithm.advantage.type == "self_distillation":
         yield "advantage=self_distillation shows good answers that the policy has found itself; take another advantage"
 
@@ -137,7 +142,7 @@ def _unread(config: Any) -> Iterator[tuple[str, str]]:
     if algorithm.given.compared:
         yield "trainer.algorithm.given.compared", "there is nothing to compare with"
     own = (
-        "advantage", "loss", "correction", "reject", "ratio", "kl", "sampler_penalty", "entropy_bonus",
+        "advantage", "loss", "correction", "reject", "ratio", "kl", "sampler_penalty", "entropy_bonus", "subset",
         "entropy_control", "entropy_share", "imitate", "distill", "teacher_advantage", "constraints", "reward_shape",
         "whiten", "advantage_bound",
     )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from penstock.pipeline.config.colocated import check_colocated
-from penstock.pipeline.config.columns import check_columns, columns_read
+from penstock.pipeline.config.columns import check_columns, columns_read, critic_column
 from penstock.pipeline.config.engine import check_engine
 from penstock.pipeline.config.evaluation import check_evaluation
 from penstock.pipeline.config.gateway import check_gateway
@@ -21,7 +21,7 @@ from penstock.pipeline.config.programs import ProgramConfig
 from penstock.pipeline.config.reference import check_reference
 from penstock.pipeline.config.sources import check_sources
 from penstock.pipeline.config.updates import check_updates, given_by_trainer
-from penstock.protocols.columns import OF_CRITIC, REFERENCE, ColumnTable
+from penstock.protocols.columns import REFERENCE, ColumnTable
 from penstock.protocols.experience import Sampling
 from penstock.services.broker.config import (
     BrokerConfig,
@@ -196,8 +196,7 @@ class Config(Section):
     @property
     def critic_column(self) -> str | None:
         """Its values, or PRIME's process rewards."""
-        read = columns_read(self)
-        return next((name for name in OF_CRITIC if name in read), None)
+        return critic_column(self)
 
     @property
     def critic_warmup(self) -> int:
@@ -279,7 +278,7 @@ class Config(Section):
         if self.with_critic and self.sampling.greedy_baseline:
             raise ValueError(
                 f"trainer.algorithm: advantage={algorithm.advantage.type} compares with greedy answers, of which a "
-                "critic has no values; leave out the column values"
+                f"critic says nothing; leave out the column {self.critic_column}"
             )
         if self.gateway.count:
             check_gateway(self)

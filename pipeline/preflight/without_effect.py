@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock.pipeline.config import Config
+from penstock.protocols.columns import PROCESS, VALUES
 from penstock.services.trainer.algorithm_config import RejectRule
 from penstock.services.trainer.loss_config import GspoLoss
 from penstock.services.trainer.presets import PRESETS
@@ -69,6 +70,8 @@ def _own_clip(loss: Any, preset: str | None) -> Iterator[str]:
 
 def idle_notes(config: Config) -> Iterator[str]:
     """What one should know of."""
+    yield from _of_another_critic(config)
+    yield from _no_dpo(config)
     trainer, algorithm = config.trainer, config.trainer.algorithm
     updates, loss = trainer.updates, algorithm.loss
     aged = algorithm.ratio == "proximal" and algorithm.correction.type == "none" and config.gate.max_lag > 0
@@ -102,4 +105,29 @@ def idle_notes(config: Config) -> Iterator[str]:
         yield (
             "replay.filter=zero_variance: groups of equal reward would teach something here (an advantage, a penalty "
             "or a loss that does not go by the reward alone), and are left out"
+        )
+
+
+def _of_another_critic(config: Config) -> Iterator[str]:
+    """Keys of the kind of critic that the run does not have."""
+    kinds = {VALUES: ("clip", "gamma", "lam"), PROCESS: ("beta", "right")}
+    for column, keys in kinds.items() if config.with_critic else ():
+        if config.critic_column != column and (said := [key for key in keys if key in config.critic.model_fields_set]):
+            yield f"critic.{said[0]}: it is of a critic that says {column}, and this one says {config.critic_column}"
+
+
+def _no_dpo(config: Config) -> Iterator[str]:
+    """What makes another gradient of online DPO's."""
+    trainer = config.trainer
+    if trainer.algorithm.advantage.type != "online_dpo":
+        return
+    if trainer.updates > 1:
+        yield (
+            f"trainer.algorithm.advantage=online_dpo: a step has {trainer.updates} updates, and its pairs pull as they "
+            "did before the first; set trainer.epochs and trainer.mini_batches to 1"
+        )
+    if trainer.algorithm.truncated == "mask":
+        yield (
+            "trainer.algorithm.truncated=mask: of a pair, one that was cut off is left out, and the other pulls alone; "
+            "set it to learn, and let a reward, e.g. overlong, speak against it"
         )

@@ -346,8 +346,8 @@ def critics_each(config: Config) -> int:
 
 
 def critic_gib(config: Config, gpu_gib: float | None) -> float | None:
-    """GiB of one of a critic's ranks at its peak: a trainer's; its head is smaller, which is not counted. None where
-    the sizes of its model are not known here."""
+    """GiB of one of a critic's ranks at its peak: a trainer's; the head of one of values is smaller, which is not
+    counted. None where the sizes of its model are not known here."""
     shape = critic_shape(config)
     return None if shape is None else trainer_gib(shape, critic_of(config), gpu_gib, "nothing")
 

@@ -16,6 +16,7 @@ from penstock.pipeline.config.origin import Origin, key_of, read
 from penstock.pipeline.config.passwords import HIDDEN, hide_password
 from penstock.pipeline.preflight.steps import counted, done_in
 from penstock.pipeline.run.summary import check_run
+from penstock.protocols.columns import PROCESS
 from penstock.protocols.run_lock import read_summary
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.user_folders import find_files
@@ -28,7 +29,9 @@ FIXED = (
     "critic.path", "critic.lora", "reference.mix",
 )  # fmt: skip
 """What a resumed run must have as it began."""
-FOLDERS = ("model.path", "trainer.lora.start", "critic.path", "critic.lora.start")
+OF_PROCESSES = ("reference.path", "critic.beta")
+"""And what process rewards are made of, where it has them."""
+FOLDERS = ("model.path", "trainer.lora.start", "critic.path", "critic.lora.start", "reference.path")
 """Among these, folders, which may have been moved: where one is gone, another may be given."""
 FILE = re.compile(r"prompts\.(train|eval|eval_given)(\..+)?\.files\.\d+")
 """And files of data."""
@@ -167,11 +170,12 @@ def check_fixed(began: Config, config: Config) -> None:
             f"trainer.algorithm.advantage: {config.trainer.algorithm.advantage.type}, but the run {words}; a resumed "
             "run cannot change that: begin a new one"
         )
+    must_stay = FIXED + OF_PROCESSES * (began.critic_column == PROCESS)
     before, now = leaves(began.model_dump(mode="json")), leaves(config.model_dump(mode="json"))
     for key in sorted(before.keys() | now.keys()):
         if (key in FOLDERS or FILE.fullmatch(key)) and key in now and _is_gone(before.get(key), key in FOLDERS):
             continue
-        if any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED) and _differ(key, before, now):
+        if any(key == fixed or key.startswith(f"{fixed}.") for fixed in must_stay) and _differ(key, before, now):
             kind = next((k for k in _kinds(key) if k in before and k in now and _differ(k, before, now)), key)
             raise ConfigError(
                 f"{kind}: {_words(kind, now)}, but the run began with {_words(kind, before)}; a resumed run cannot "

@@ -29,10 +29,10 @@ def adapter_of(checkpoint: Path) -> AdapterShape | None:
     found = read_shape(checkpoint, "CHECKPOINT")
     if not found.base:
         raise ConfigError(f"CHECKPOINT: {checkpoint / CONFIG} does not say what model it is for")
-    run = checkpoint.resolve().parent.parent
-    run = run.parent if found.valued else run  # NAME/critic/checkpoints/step-…
+    run, of_critic = checkpoint.resolve().parent.parent, found.valued or is_critics(checkpoint)
+    run = run.parent if of_critic else run
     beside = run / "model"  # of a tiny model, whose run's folder may have been moved
-    elsewhere = found.valued and Path(found.base).is_dir()  # a critic may have begun as another run's model
+    elsewhere = of_critic and Path(found.base).is_dir()  # a critic may have begun as another run's model
     if Path(found.base).name == "model" and (beside / "config.json").is_file() and not elsewhere:
         return replace(found, base=str(beside))  # where it was may be another run's by now
     if not Path(found.base).is_absolute() or Path(found.base).is_dir():
@@ -61,7 +61,7 @@ def merge(
 ) -> None:
     """Write CHECKPOINT as a model for others, in transformers' layout, to OUT: with its adapter merged into it, where
     it is one (trainer.lora, critic.lora), and in any precision, without what the trainer goes on from. What lay in 4
-    bits as it was trained (trainer.lora.quantize) is as it then was. A critic's is written with its head.
+    bits as it was trained (trainer.lora.quantize) is as it then was. A critic of values is written with its head.
 
     For instance: penstock merge runs/first-try/checkpoints/step-000150 merged --dtype bfloat16
     """
@@ -138,6 +138,12 @@ def _write_as_in_files(out: Path, model_type: str) -> None:
     for path in out.glob("*.safetensors"):
         turned = as_in_files(model_type, load_file(path))
         save_file({name: weight.contiguous() for name, weight in turned}, path, {"format": "pt"})
+
+
+def is_critics(checkpoint: Path) -> bool:
+    """It lies where a run has its critic's: NAME/critic/checkpoints/step-…"""
+    owner = checkpoint.resolve().parent.parent
+    return owner.name == "critic" and not (owner / "config.yaml").is_file()
 
 
 def is_critic(checkpoint: Path) -> bool:

@@ -45,13 +45,15 @@ class CriticConfig(LearnerConfig):
     """Updates in an epoch, e.g. ``4``: the step's groups are dealt into so many parts, each an optimizer step. Where
     nothing is said, as many as `trainer.mini_batches`."""
     gamma: float | None = Field(None, ge=0, le=1)
-    """Discount a token of the returns that it learns, e.g. ``0.99``; null: the advantage's own, or 1."""
+    """Of a model of values: discount a token of the returns that it learns, e.g. ``0.99``; null: the advantage's own,
+    or 1."""
     lam: float | None = Field(None, ge=0, le=1)
-    """λ of the returns that it learns, e.g. ``1.0`` while the advantage has 0.95 (VC-PPO, arXiv:2503.01491); null: the
-    advantage's own, or 1."""
+    """Of a model of values: λ of the returns that it learns, e.g. ``1.0`` while the advantage has 0.95 (VC-PPO,
+    arXiv:2503.01491); null: the advantage's own, or 1."""
     beta: float = Field(0.05, gt=0)
     """Of PRIME's: what a nat is worth that it finds a token likelier than the reference does, e.g. ``0.1``."""
     right: float = 0.5
-    """Of PRIME's: an answer is right from this reward on, e.g. ``1.0``."""
+    """Of PRIME's: an answer is right from this reward on, as it is, whatever `trainer.algorithm.reward_shape` makes of
+    it, e.g. ``1.0``."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     """AdamW or Muon: how its weights are changed."""

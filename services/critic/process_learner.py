@@ -67,12 +67,15 @@ class ProcessLearner(ModelLearner):
 
     def _accumulate(self, step: TrainingBatch, chosen: np.ndarray) -> float:
         """Adds the gradient of the cross entropy of σ(r(y)) and whether y is right (eq. 4), r(y) being the sum over
-        its tokens, in the mean over the ``chosen`` trajectories. Returns it."""
+        its tokens, in the mean over the ``chosen`` trajectories, of which branches of one session count as one.
+        Returns it."""
         if not chosen.size:
             return 0.0
         trajectories = [step.trajectories[i] for i in chosen]
         reference = [step.token_values[REFERENCE][i] for i in chosen]
-        right = to_device(torch.from_numpy(self._right(step, chosen).astype(np.float32)), self.device)
+        _, member, branches = np.unique(step.sessions[chosen], return_inverse=True, return_counts=True)
+        told = np.stack([self._right(step, chosen), 1 / branches[member] / len(branches)]).astype(np.float32)
+        right, weights = to_device(torch.from_numpy(told), self.device)
         plan, total = self.plan(trajectories, step.groups[chosen]), torch.zeros((), device=self.device)
 
         def passes() -> Iterator[tuple[Rows, torch.Tensor]]:
@@ -85,9 +88,8 @@ class ProcessLearner(ModelLearner):
 
         for turn, ((_, counts_once), (rows, said)) in enumerate(zip(plan, self.early(passes()), strict=True), 1):
             worth = self._config.beta * ((said - rows.column(reference)) * rows.mask).sum(-1)
-            wanted = right[to_device(torch.tensor(rows.index), self.device)]
-            losses = binary_cross_entropy_with_logits(worth, wanted, reduction="sum")
-            loss = counts_once * losses / len(chosen)
+            index = to_device(torch.tensor(rows.index), self.device)
+            loss = binary_cross_entropy_with_logits(worth, right[index], weights[index], reduction="sum") * counts_once
             sum_gradients(self.model, not self.sums_once, turn == len(plan))
             loss.backward()
             total += loss.detach()

@@ -24,6 +24,7 @@ from penstock.services.learning.saving import Saving
 from penstock.services.learning.shift import Shift
 from penstock.services.learning.step_desk import ANSWER_DEADLINE_S, StepDesk
 from penstock.services.modeling import determinism
+from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.load import check_vocabulary, device_of, load_tokenizer
 from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.parallel.start import load_trainable
@@ -183,6 +184,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Critic | WorkerRank:
         give_learners_sight(model, path, config.model.dtype, device, key)
         steps, algorithm = config.trainer.counted_steps, config.trainer.algorithm
         if processes:
+            compute_head_in(model, config.model.head_dtype)  # as the reference, beside which it is read
             return ProcessLearner(model, own, steps, config.rollout.sampling.temperature, world)
         gamma, lam = (_of_returns(config, name) for name in ("gamma", "lam"))
         return CriticLearner(model, own, steps, gamma, lam, algorithm.penalties, world)

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.services.learning.joined_files import join_weights, numbered
 from penstock.services.learning.model_learner import ModelLearner
+from penstock.services.learning.muon import MOMENTUM
 from penstock.services.learning.optimizer import MOMENTS, keeps_on_device, local, restore_state, state_names
 from penstock.services.learning.shard_writer import ShardWriter
 from penstock.services.modeling.adapter_files import FILE
@@ -329,7 +330,7 @@ def empty_state(parameter: torch.Tensor, names: Iterable[str], hosts: World | No
     def empty(key: str) -> torch.Tensor:
         if key == "step":
             return torch.zeros((), dtype=torch.float32, device=parameter.device)
-        if hosts is None or key not in MOMENTS:
+        if hosts is None or key not in (*MOMENTS, MOMENTUM):
             return torch.zeros_like(parameter, requires_grad=False)
         if not isinstance(parameter, DTensor):
             return torch.zeros(parameter.shape)

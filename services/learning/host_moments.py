@@ -12,6 +12,7 @@ so that copies in, arithmetic and copies out run side by side, and a device has 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from penstock.services.modeling.parallel.fsdp import local
-from penstock.services.modeling.pinned import pin
+from penstock.services.modeling.pinned import pin, unpin
 from penstock.services.weights.queues import borrow_queue, current_queue, give_back
 
 MEANS = ("exp_avg", "exp_avg_sq")
@@ -51,15 +52,26 @@ class _Some:
 
 
 class HostMeans:
-    """Means of ``parameters``, which begin as 0: a page of host memory for each of ``names``, registered with CUDA."""
+    """Means of ``parameters``, which lie on ``device``; they begin as 0: a page of host memory for each of ``names``,
+    registered with CUDA where that is a GPU."""
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], names: Iterable[str]) -> None:
-        self.places: dict[torch.nn.Parameter, int] = {}
-        self.size = 0
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], names: Iterable[str], device: torch.device) -> None:
+        self._places: dict[torch.nn.Parameter, int] = {}
+        self._parts: list[tuple[slice, list[_Some]]] = []
+        """Of the row, what visits together, and what of it is whose."""
+        size = 0
         for parameter in parameters:
-            self.places[parameter] = self.size
-            self.size += -(-local(parameter).numel() // ALIGNED) * ALIGNED
-        self.pages = {name: _page(self.size) for name in names}
+            self._places[parameter] = size
+            numbers = local(parameter).numel()
+            self._deal(parameter, size, numbers)
+            size += -(-numbers // ALIGNED) * ALIGNED
+        self.pages = {name: torch.zeros(size, dtype=torch.float32, device="cpu") for name in names}
+        if device.type == "cuda":
+            pinned = [page for page in self.pages.values() if pin(page)]
+            weakref.finalize(self, _unpin, pinned).atexit = False
+
+    def __contains__(self, parameter: torch.nn.Parameter) -> bool:
+        return parameter in self._places
 
     def of(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """Views of the pages, shaped and cut as ``parameter`` is, by name."""
@@ -72,32 +84,36 @@ class HostMeans:
             local(mean).copy_(local(state[name]))
         return found
 
+    def parts(self) -> Iterator[tuple[slice, list[_Some]]]:
+        """What visits together, and what of it is whose; of parameters without a gradient nothing."""
+        for which, every in self._parts:
+            if some := [each for each in every if each.parameter.grad is not None]:
+                yield which, some
+
     def _view(self, parameter: torch.nn.Parameter, page: torch.Tensor) -> torch.Tensor:
         shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
-        place = self.places[parameter]
+        place = self._places[parameter]
         mine = page[place : place + shape.numel()].view(shape)
         if not isinstance(parameter, DTensor):
             return mine
         return DTensor(mine, parameter._spec, requires_grad=False)  # `from_local` would move it to the mesh's device
 
-    def parts(self) -> Iterator[tuple[slice, list[_Some]]]:
-        """What visits together, and what of it is whose; of parameters without a gradient nothing."""
-        for first in range(0, self.size, PART_NUMBERS):
-            end = min(first + PART_NUMBERS, self.size)
-            some = []
-            for parameter, place in self.places.items():
-                mine = max(first, place), min(end, place + local(parameter).numel())
-                if mine[0] < mine[1] and parameter.grad is not None:
-                    some.append(_Some(parameter, mine[0] - place, mine[1] - place, mine[0] - first))
-            if some:
-                yield slice(first, end), some
+    def _deal(self, parameter: torch.nn.Parameter, place: int, numbers: int) -> None:
+        """Its ``numbers``, which lie at ``place`` of the row, to the parts that have them."""
+        first = 0
+        while first < numbers:
+            begins = (place + first) // PART_NUMBERS * PART_NUMBERS
+            end = min(numbers, begins + PART_NUMBERS - place)
+            if not self._parts or self._parts[-1][0].start != begins:
+                self._parts.append((slice(begins, begins), []))
+            some = _Some(parameter, first, end, place + first - begins)
+            self._parts[-1] = slice(begins, place + end), [*self._parts[-1][1], some]
+            first = end
 
 
-def _page(size: int) -> torch.Tensor:
-    """Of so many numbers, 0 each."""
-    found = torch.zeros(size, dtype=torch.float32, device="cpu")
-    pin(found)
-    return found
+def _unpin(pages: Iterable[torch.Tensor]) -> None:
+    for page in pages:
+        unpin(page)
 
 
 class HostAdamW(torch.optim.AdamW):
@@ -106,12 +122,16 @@ class HostAdamW(torch.optim.AdamW):
     def __init__(self, groups: Any, device: torch.device, **how: Any) -> None:
         super().__init__(groups, **how, fused=True)
         self._device = device
-        self._means = [HostMeans(group["params"], MEANS) for group in self.param_groups]
+        self._means = [HostMeans(group["params"], MEANS, device) for group in self.param_groups]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """Changes every parameter that has a gradient. There is no ``closure``. When it returns the means are in host
         memory, and may be read there."""
+        changed = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+        if not changed:
+            return
+        torch._foreach_add_([self._begun(each) for each in changed], 1)  # also those of which this rank has no part
         work = [
             (group, means.pages, which, some)
             for group, means in zip(self.param_groups, self._means, strict=True)
@@ -119,8 +139,6 @@ class HostAdamW(torch.optim.AdamW):
         ]
         if not work:
             return
-        counts = {each.parameter: self._begun(each.parameter) for *_, some in work for each in some}
-        torch._foreach_add_([*counts.values()], 1)
         longest = max(which.stop - which.start for _, _, which, _ in work)
         slots = torch.empty((min(2, len(work)), len(MEANS), longest), dtype=torch.float32, device=self._device)
         update, come, go = current_queue(self._device), borrow_queue(self._device), borrow_queue(self._device)
@@ -159,7 +177,7 @@ class HostAdamW(torch.optim.AdamW):
         return step
 
     def _of(self, parameter: torch.nn.Parameter) -> HostMeans:
-        return next(means for means in self._means if parameter in means.places)
+        return next(means for means in self._means if parameter in means)
 
     def _change(self, group: dict[str, Any], some: list[_Some], means: list[torch.Tensor]) -> None:
         first, second = ([each.visiting(mean) for each in some] for mean in means)

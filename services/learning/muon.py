@@ -86,7 +86,7 @@ class Muon(torch.optim.Optimizer):
         on_host: bool = False,
     ) -> None:
         self._config, self._device, self._others = config, world.device, others
-        self._means = HostMeans(hidden, (MOMENTUM,)) if on_host else None
+        self._means = HostMeans(hidden, (MOMENTUM,), world.device) if on_host else None
         self._hidden: dict[str, Any] = {"params": [*hidden], "weight_decay": config.weight_decay}
         groups = [self._hidden] if hidden else []  # a stage, or an adapter, may have either alone
         super().__init__([*groups, *(others.param_groups if others else ())], {"lr": config.lr})

@@ -84,6 +84,7 @@ class PrimeAdvantage(Choice):
     least_n = 2
     by_token = True
     equal_teach = True
+    given = (SCORES, SESSIONS)
     type: Literal["prime"] = "prime"
     share: float = Field(1.0, ge=0)
     """What process rewards count beside the outcome, e.g. ``5.0``."""
@@ -353,10 +354,10 @@ class OnlineDpoAdvantage(Choice):
     a forward pass more."""
 
     implementation = "advantages.online_dpo:online_dpo"
-    paper = "Guo et al. 2024, arXiv:2402.04792; Rafailov et al. 2023, arXiv:2305.18290; Azar et al. 2023, 2310.12036"
+    paper = "Guo et al. 2024, arXiv:2402.04792; Rafailov et al. 2023, arXiv:2305.18290; IPO: arXiv:2310.12036"
     least_n = 2
     by_token = True
-    given = (POLICY,)
+    given = (POLICY, SCORES, SESSIONS)
     type: Literal["online_dpo"] = "online_dpo"
     beta: float = Field(0.1, gt=0)
     """β: the larger, the nearer to the reference, e.g. ``0.5``."""

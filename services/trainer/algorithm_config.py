@@ -201,8 +201,8 @@ class AlgorithmConfig(Section):
     advantage_bound: float | None = Field(None, gt=0)
     """Advantages are kept between minus this and this, last of all, e.g. ``5.0``; null: no bound."""
     reward_shape: RewardShape = RewardShape()
-    """What policy and critic see of the reward, e.g. ``{shift: -0.5, scale: 2.0}``; metrics and evaluations have it as
-    it is."""
+    """What policy and a critic of values see of the reward, e.g. ``{shift: -0.5, scale: 2.0}``; metrics and evaluations
+    have it as it is."""
     constraints: list[ConstraintConfig] = []
     """Costs that are kept below a limit, e.g. ``[{column: reward/length, limit: 200}]``. See docs/algorithms.md."""
     aggregation: Aggregation | None = None

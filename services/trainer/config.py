@@ -71,7 +71,7 @@ class TrainerConfig(LearnerConfig):
     ``10``; 0: never. Weights are copied to the host in such a step. See docs/metrics.md."""
     profile_steps: tuple[int, ...] = ()
     """Steps that torch's profiler watches, e.g. ``[10, 11]``: a trace of each rank, in the run's folder ``profiles/``,
-    to be opened at ui.perfetto.dev; and, of GPUs, a page with all that lay on it, and which line put it there. A step
+    to be opened at ui.perfetto.dev; and, of GPUs, a page with what lay on it, and which line put it there. A step
     that is watched takes longer."""
 
     @property

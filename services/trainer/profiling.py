@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 log = structlog.get_logger()
 
 MOST_ALLOCATIONS = 200_000
-"""That are kept of a step, the last ones: each takes some kilobytes of the host's memory."""
+"""Events of a step that are kept, the last ones: each takes some kilobytes of the host's memory."""
 
 
 @contextmanager
@@ -41,7 +41,12 @@ def profiled(step: int, steps: Sequence[int], folder: Path, rank: str, device: t
 def allocations(path: Path) -> Iterator[None]:
     """What lies on this process's GPU meanwhile, and which line of code has put it there: a page at ``path`` for a
     browser, which fetches torch's viewer. Also where what is watched fails, for want of memory, say."""
-    torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+    try:
+        torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+    except RuntimeError as error:  # not every allocator has one
+        log.warning("a step's allocations are not noted", error=str(error))
+        yield
+        return
     try:
         yield
     finally:
@@ -49,9 +54,8 @@ def allocations(path: Path) -> Iterator[None]:
             from torch.cuda._memory_viz import trace_plot
 
             found = trace_plot(torch.cuda.memory._snapshot())
+            torch.cuda.memory._record_memory_history(enabled=None)
             path.parent.mkdir(exist_ok=True)
             path.write_text(found)
         except Exception as error:  # torch's own tool; it costs the page, and not the step
             log.warning("a step's allocations could not be written", path=str(path), error=str(error))
-        finally:
-            torch.cuda.memory._record_memory_history(enabled=None)

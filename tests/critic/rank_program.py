@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +37,8 @@ def critic_of(
     folder: Path, world: World, sums: str, lora: bool = False, saved: Path | None = None, processes: bool = False
 ) -> CriticLearner | ProcessLearner:
     several = {"epochs": 2, "mini_batches": 2, "tokens_per_micro_batch": 60, "sum_gradients": sums}
-    own = {"lora": {"rank": 4}} if lora else {}
+    own: dict[str, Any] = {"lora": {"rank": 4}} if lora else {}
+    own["offload"] = "optimizer" if sums == "step" else False  # of a head of values some ranks have no part
     config = CriticConfig.model_validate({"optimizer": {"lr": 1e-2}, **several, **own})
     adapter = Adapter.of(config.lora, saved) if lora else None
     path = folder / "policy" if lora or saved is None else saved
@@ -71,7 +73,7 @@ def main(folder: Path, *shows: str) -> None:
         sums = ("step",) if shows else ("micro_batch", "step")
         check(folder, world, folder / f"checkpoints-{number}", sums, bool(shows))
         if not shows:
-            check(folder, world, folder / f"processes-{number}", ("step",), False, processes=True)
+            check(folder, world, folder / f"processes-{number}", ("step",), False, bool(number), processes=True)
         if shape.tensor == 1:
             check(folder, world, folder / f"adapters-{number}", ("step",), bool(shows), lora=True)
     dist.destroy_process_group()

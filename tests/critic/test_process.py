@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForTokenClassification
 
 from penstock.pipeline.config import ConfigError, load
+from penstock.pipeline.preflight import lora
+from penstock.pipeline.preflight.report import Report
+from penstock.pipeline.preflight.without_effect import idle_notes
+from penstock.pipeline.run.resume import check_fixed
 from penstock.protocols.columns import PROCESS, REFERENCE
 from penstock.services.critic.config import CriticConfig
 from penstock.services.critic.process_learner import ProcessLearner
@@ -19,6 +25,7 @@ from penstock.services.learning.batch import TrainingBatch
 from penstock.services.modeling.parallel.fsdp import forward
 from penstock.services.runtime import registry
 from penstock.services.trainer.algorithms.advantages.prime import prime
+from tests.conftest import TINY
 from tests.trainer.rank_program import a_model
 from tests.trainer.steps import a_step
 
@@ -99,7 +106,9 @@ def test_advantages_are_the_papers(seed: int, gamma: float, share: float) -> Non
     rewards, process = random.random(6), random.normal(size=(6, 7))
     tokens = np.zeros((6, 7))
     tokens[np.arange(6), [np.flatnonzero(row)[-1] for row in mask]] = rewards
-    given = (torch.from_numpy(each) for each in (tokens, mask.astype(np.float64), groups, process))
+    given = (
+        torch.from_numpy(each) for each in (tokens, mask.astype(np.float64), groups, process, rewards, np.arange(6))
+    )
     found = prime(*given, share=share, gamma=gamma)
     for i in range(6):
         others = [j for j in range(6) if groups[j] == groups[i] and j != i]
@@ -112,6 +121,28 @@ def test_advantages_are_the_papers(seed: int, gamma: float, share: float) -> Non
     assert not found.numpy()[~mask].any()
 
 
+def test_an_agents_session_is_compared_once_and_learned_from_once() -> None:
+    scores, sessions = torch.tensor([1.0, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 0, 1])
+    process = torch.tensor([[1.0, 0.0], [4.0, 0.0], [7.0, 0.0], [2.0, 6.0]])
+    mask = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [1.0, 1.0]])
+    about = torch.zeros(4, 2), mask, torch.zeros(4, dtype=torch.int64), process, scores, sessions
+    outcome = prime(*about, share=0.0, gamma=1.0)
+    assert outcome[:, 0].tolist() == [1, 1, 1, -1], "each has the other session's mean taken off, and no sibling's"
+    both = prime(*about, share=1.0, gamma=1.0) - outcome
+    assert both[:3, 0].tolist() == [1 - 4, 4 - 4, 7 - 4] and both[3].tolist() == [2 + 6 - 2 * 4, 6 - 4]
+    learner = a_learner()
+    step, twice = asked(learner, 2), asked(learner, 2)
+    twice.trajectories.append(twice.trajectories[0])
+    for name, values in twice.token_values.items():
+        twice.token_values[name] = [*values, values[0]]
+    twice = replace(
+        twice, groups=np.r_[twice.groups, twice.groups[0]], sessions=np.r_[twice.sessions, 0],
+        values={name: np.r_[values, values[0]] for name, values in twice.values.items()},
+    )  # fmt: skip
+    alone, with_branch = learner._accumulate(step, np.arange(12)), a_learner()._accumulate(twice, np.arange(13))
+    assert with_branch == pytest.approx(alone, rel=1e-5)
+
+
 def test_a_critic_of_its_kind_and_a_reference_come_with_it() -> None:
     config = load(Path("configs/quickstart.yaml"), ["trainer.algorithm.preset=prime", "trainer.algorithm.kl={}"])
     assert {"critic", "reference"} <= {kind for kind, spec in registry.actors(config).items() if spec.names(config)}
@@ -122,3 +153,46 @@ def test_a_critic_of_its_kind_and_a_reference_come_with_it() -> None:
             Path("configs/quickstart.yaml"),
             ["trainer.algorithm.preset=prime", "trainer.lora.rank=4", "reference.in_trainer=true"],
         )
+
+
+def test_a_scorer_of_ones_own_may_say_what_tokens_were_worth() -> None:
+    own = "scorers={mine: {scorer: 'm:S', columns: {process: token}}}"
+    config = load(Path("configs/quickstart.yaml"), ["trainer.algorithm={preset: prime}", own])
+    assert not config.with_critic and not config.with_reference
+
+
+def test_what_process_rewards_are_made_of_stays_where_a_run_goes_on() -> None:
+    began, other = (load(Path("configs/prime.yaml"), more) for more in ([], ["critic.beta=0.1"]))
+    with pytest.raises(ConfigError, match=r"critic\.beta: 0\.1, but the run began with 0\.05"):
+        check_fixed(began, other)
+    check_fixed(*(load(Path("configs/ppo.yaml"), more) for more in ([], ["critic.beta=0.1"])))
+    values = load(Path("configs/prime.yaml"), ["trainer.algorithm={preset: ppo, advantage: {type: gae}}"])
+    with pytest.raises(ConfigError, match="the run has a critic that says process"):
+        check_fixed(began, values)
+
+
+def test_keys_of_another_critic_are_told_of() -> None:
+    for path, key, wrong in (("prime", "critic.gamma=0.9", "values"), ("ppo", "critic.right=1.0", "process")):
+        notes = [*idle_notes(load(Path(f"configs/{path}.yaml"), [key]))]
+        assert any(f"{key.partition('=')[0]}: it is of a critic that says {wrong}" in note for note in notes), notes
+
+
+@pytest.mark.parametrize("column", ["process", "values"])
+def test_adapters_of_the_other_kind_of_critic_are_refused(column: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from peft import LoraConfig, get_peft_model
+
+    model = a_model() if column == "values" else LlamaForTokenClassification(LlamaConfig(**TINY, num_labels=1))
+    kind = "CAUSAL_LM" if column == "values" else "TOKEN_CLS"
+    get_peft_model(model, LoraConfig(r=4, lora_alpha=8, task_type=kind)).save_pretrained(tmp_path)
+    adapter = CriticConfig.model_validate({"lora": {"rank": 4, "alpha": 8, "start": str(tmp_path)}}).lora
+    preset = "prime" if column == "process" else "ppo"
+    config = load(Path(f"configs/{preset}.yaml"))
+    config = config.model_copy(update={"critic": config.critic.model_copy(update={"lora": adapter})})
+    report = Report()
+    lora.look(config, report)
+    (said,) = report.problems
+    assert "critic.lora.start: the adapter in" in said and f"name one of {OTHER[column]}" in said
+
+
+OTHER = {"process": "a language model", "values": "a critic of values"}

@@ -269,7 +269,7 @@ MISTAKES = [
       files={"adapter/adapter_config.json": '{"r": 8, "alpha_pattern": {"q_proj": 64}}',
              "adapter/adapter_model.safetensors": ""},
       overrides=["trainer.lora={rank: 8, start: adapter}"]),
-    m("a critic's adapter", "trainer.lora.start: the adapter in ", "is a critic's; name a policy's, or leave",
+    m("a critic's adapter", "trainer.lora.start: the adapter in ", "is of a critic of values; name one of a",
       files={"adapter/adapter_config.json": '{"r": 8, "task_type": "TOKEN_CLS"}',
              "adapter/adapter_model.safetensors": ""},
       overrides=["trainer.lora={rank: 8, start: adapter}"]),

@@ -14,6 +14,7 @@ from torch.nn.functional import logsigmoid
 from penstock.pipeline.config import load
 from penstock.protocols.columns import REFERENCE
 from penstock.services.runtime import registry
+from penstock.services.trainer.algorithms.advantages.online_dpo import online_dpo
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from tests.trainer.rank_program import a_model
@@ -84,3 +85,13 @@ def test_a_reference_comes_with_it_and_no_critic() -> None:
     config = load(Path("configs/quickstart.yaml"), ["trainer.algorithm={preset: online_dpo}"])
     there = {kind for kind, spec in registry.actors(config).items() if spec.names(config)}
     assert "reference" in there and "critic" not in there
+
+
+def test_an_agents_session_is_one_of_a_pair() -> None:
+    """Of three branches and one the gradient is that of two answers."""
+    scores, sessions, mask = torch.tensor([1.0, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 0, 1]), torch.ones(4, 2)
+    policy, zeros = torch.tensor([[0.1, 0.2], [0.3, 0.0], [0.0, 0.4], [0.5, 0.0]]), torch.zeros(4, 2)
+    about = mask, torch.zeros(4, dtype=torch.int64), zeros, policy, scores, sessions
+    found = online_dpo(zeros, *about, beta=0.5, shape="sigmoid")
+    pull = 2 * 0.5 * float(torch.sigmoid(torch.tensor(-0.5 * (1.0 - 0.5))))
+    assert found[:3].unique().tolist() == [pytest.approx(pull)] and float(found[3, 0]) == pytest.approx(-pull)

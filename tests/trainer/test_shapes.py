@@ -91,8 +91,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "experts, tensor parallel": {"ranks": 4, "expert_parallel": 2, "tensor_parallel": 2},
     "muon on the host, rows that do not divide": {"ranks": 3, "offload": True, "optimizer": MUON},
+    "muon, two shards, tensor parallel": {"ranks": 4, "tensor_parallel": 2, "optimizer": MUON},
     "muon, two shards, tensor parallel, means on the host": {
         "ranks": 4, "tensor_parallel": 2, "offload": "optimizer", "optimizer": MUON,
+    },
+    "an adapter of fewer rows than ranks, means on the host": {
+        "ranks": 3, "offload": "optimizer", "lora": {"rank": 2},
     },
     "muon, pipeline of two replicas, an adapter": {
         "ranks": 4, "pipeline_parallel": 2, "replicas": 2, "lora": {"rank": 3}, "optimizer": MUON,

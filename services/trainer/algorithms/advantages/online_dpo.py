@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+from penstock.services.trainer.algorithms.advantages.group_stats import Groups
+
 
 def online_dpo(
     tokens: torch.Tensor,
@@ -14,27 +16,32 @@ def online_dpo(
     groups: torch.Tensor,
     reference: torch.Tensor,
     policy: torch.Tensor,
+    scores: torch.Tensor,
+    sessions: torch.Tensor,
     *,
     beta: float,
     shape: Literal["sigmoid", "ipo"],
 ) -> torch.Tensor:
-    """Of each group the best row y⁺ and the worst y⁻, by the sum of their rewards ``tokens`` ``[rows, length]``, are a
-    pair; where several are as good, or as bad, all pairs of them. With h(y) = Σ log π(y_t) − log π_ref(y_t), of
-    ``policy`` and ``reference`` ``[rows, length]``, and Δ = h(y⁺) − h(y⁻), the pair's loss is
+    """Of each group the best answer y⁺ and the worst y⁻, by their ``scores`` ``[rows]``, are a pair; where several are
+    as good, or as bad, all pairs of them. With h(y) = Σ log π(y_t) − log π_ref(y_t), of ``policy`` and ``reference``
+    ``[rows, length]``, and Δ = h(y⁺) − h(y⁻), the pair's loss is
 
         sigmoid: −log σ(β Δ)        ipo: (Δ − 1 / 2β)²
 
     whose gradient is that of −Σ A log π(y_t) with A = β σ(−β Δ), or 2 (1 / 2β − Δ), for y⁺, and minus that for y⁻. A
-    is times the group's rows, so that a mean over all rows is the mean over groups. 0 where all are equally good."""
-    scores, worth = tokens.sum(-1), torch.zeros(len(tokens), dtype=tokens.dtype)
-    margins = ((policy - reference).to(tokens.dtype) * mask).sum(-1)
+    is times the group's answers, so that a mean over all answers is the mean over groups. 0 where all are equally
+    good. ``sessions`` ``[rows]``: branches of one session, which are one answer. ``tokens`` has no part in it."""
+    branches = Groups.of(sessions, tokens.dtype)
+    of_session, whole = groups[branches.one_of_each()], branches.sum(scores) / branches.count
+    margins = branches.sum(((policy - reference).to(tokens.dtype) * mask).sum(-1))
+    worth = torch.zeros_like(whole)
     for number in torch.unique(groups):
-        mine = torch.nonzero(groups == number)[:, 0]
-        best, worst = (mine[scores[mine] == end] for end in (scores[mine].max(), scores[mine].min()))
-        if scores[best[0]] == scores[worst[0]]:
+        mine = torch.nonzero(of_session == number)[:, 0]
+        best, worst = (mine[whole[mine] == end] for end in (whole[mine].max(), whole[mine].min()))
+        if whole[best[0]] == whole[worst[0]]:
             continue
         apart = margins[best][:, None] - margins[worst][None]
         pull = beta * torch.sigmoid(-beta * apart) if shape == "sigmoid" else 2 * (1 / (2 * beta) - apart)
         pull = pull * len(mine) / pull.numel()
         worth[best], worth[worst] = pull.sum(1), -pull.sum(0)
-    return worth[:, None] * mask
+    return worth[branches.member, None] * mask

@@ -6,7 +6,6 @@ import torch
 
 from penstock.services.learning.token_returns import discounted
 from penstock.services.trainer.algorithms.advantages.group_stats import Groups
-from penstock.services.trainer.algorithms.advantages.rloo import rloo
 
 
 def prime(
@@ -14,16 +13,22 @@ def prime(
     mask: torch.Tensor,
     groups: torch.Tensor,
     process: torch.Tensor,
+    scores: torch.Tensor,
+    sessions: torch.Tensor,
     *,
     share: float,
     gamma: float,
 ) -> torch.Tensor:
-    """The outcome, less the mean of the group's others, on each token; and ``share`` times what is still to come of the
-    ``process`` rewards ``[rows, length]``, each less the mean of what the group's others have a token, discounted by
-    ``gamma``. The outcome is the sum of a row's ``tokens`` ``[rows, length]``. Of a group of one nothing is taken
-    off."""
-    outcome = rloo(tokens.sum(-1), mask, groups)
+    """The outcome, ``scores`` ``[rows]``, less the mean of the group's others, on each token; and ``share`` times what
+    is still to come in the row of the ``process`` rewards ``[rows, length]``, each less the mean of what the group's
+    others have a token, discounted by ``gamma``. Of a group of one nothing is taken off. ``sessions`` ``[rows]``:
+    branches of one session, which is compared once, by the mean of their scores and by all of their tokens. ``tokens``
+    has no part in it."""
     process = process.to(tokens.dtype) * mask
-    each = process.sum(-1) / mask.sum(-1).clamp(min=1)
-    others = each - Groups.of(groups, each.dtype).beside_others(each, std=False)
-    return outcome + share * discounted((process - others[:, None]) * mask, mask, gamma)
+    branches = Groups.of(sessions, tokens.dtype)
+    among = Groups.of(groups[branches.one_of_each()], tokens.dtype)
+    outcome = among.beside_others(branches.sum(scores) / branches.count, std=False)
+    each = branches.sum(process.sum(-1)) / branches.sum(mask.sum(-1)).clamp(min=1)
+    others = each - among.beside_others(each, std=False)
+    to_come = discounted((process - others[branches.member, None]) * mask, mask, gamma)
+    return outcome[branches.member, None] * mask + share * to_come
