@@ -106,8 +106,9 @@ class HostMeans:
             end = min(numbers, begins + PART_NUMBERS - place)
             if not self._parts or self._parts[-1][0].start != begins:
                 self._parts.append((slice(begins, begins), []))
-            some = _Some(parameter, first, end, place + first - begins)
-            self._parts[-1] = slice(begins, place + end), [*self._parts[-1][1], some]
+            some = self._parts[-1][1]
+            some.append(_Some(parameter, first, end, place + first - begins))
+            self._parts[-1] = slice(begins, place + end), some
             first = end
 
 

@@ -146,12 +146,10 @@ class Muon(torch.optim.Optimizer):
     def _direction(self, parameter: nn.Parameter) -> torch.Tensor:
         """Takes the gradient into the mean; where to move, flat, of this rank's part."""
         state, momentum = self.state[parameter], self._config.momentum
-        if MOMENTUM not in state:
-            state.update(
-                self._means.of(parameter)
-                if self._means
-                else {MOMENTUM: torch.zeros_like(parameter, requires_grad=False)}
-            )
+        if MOMENTUM not in state and self._means:
+            state.update(self._means.of(parameter))
+        elif MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(parameter, requires_grad=False)
         assert parameter.grad is not None
         gradient, kept = local(parameter.grad), local(state[MOMENTUM])
         mean = kept.to(gradient.device, non_blocking=True)
