@@ -72,6 +72,7 @@ _NARROW = {"head_dim": 8, "rope_parameters": {**_TURNS["rope_parameters"], "mrop
 SEEING = {
     "qwen2_5_vl": ("qwen2_5_vl_text", _NARROW),
     "qwen2_vl": ("qwen2_vl_text", _NARROW), "glm4v": ("glm4v_text", _NARROW), "glm46v": ("glm4v_text", _NARROW),
+    "internvl": ("qwen3", {}),
     "qwen3_5": ("qwen3_5_text", LINEAR), "qwen3_5_moe": ("qwen3_5_moe_text", LINEAR | MIXTURE),
     "qwen3_vl": ("qwen3_vl_text", _TURNS),
     "qwen3_vl_moe": (

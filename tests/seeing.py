@@ -23,8 +23,9 @@ from penstock.services.turns.tokenizer import Tokenizer
 from tests import families, shown
 
 QWEN, GEMMA = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"), ("<boi>", "<img>", "<eoi>")
+INTERN = ("<img>", "<IMG_CONTEXT>", "</img>", "<video>")
 GLM = ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|video|>")
-SHOWN = ("qwen2_vl", "glm4v", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "gemma3")
+SHOWN = ("qwen2_vl", "glm4v", "internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "gemma3")
 """Families whose processors want no torchvision; so does `glm46v`'s, which is all that tells it from `glm4v`."""
 READERS = {"glm4v": "Glm4vImageProcessor", "glm46v": "Glm46VImageProcessor"}
 """Whose image processor is no Qwen's."""
@@ -33,10 +34,11 @@ READERS = {"glm4v": "Glm4vImageProcessor", "glm46v": "Glm46VImageProcessor"}
 def write(family: str, folder: Path) -> Any:
     """The model, with a tokenizer of single letters, a chat template and a processor. Returns the tokenizer."""
     tokenizer = make_tokenizer(set(ALPHABET))
-    words = next((words for name, words in (("gemma", GEMMA), ("glm", GLM)) if family.startswith(name)), QWEN)
+    ours = {"gemma": GEMMA, "glm": GLM, "intern": INTERN}
+    words = next((words for name, words in ours.items() if family.startswith(name)), QWEN)
     tokenizer.add_special_tokens({"additional_special_tokens": list(words)})
     begin, pad, end = (tokenizer.convert_tokens_to_ids(word) for word in words[:3])
-    mark = words[0] if words is GEMMA else "".join(words[:3])
+    mark = words[0] if words is GEMMA else words[1] if words is INTERN else "".join(words[:3])
     tokenizer.chat_template = (
         "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
         "{% for part in message.content %}{% if part.type == 'image' %}" + mark + "{% else %}{{ part.text }}{% endif %}"
@@ -50,6 +52,11 @@ def write(family: str, folder: Path) -> Any:
         _update(folder / "tokenizer_config.json", extra_special_tokens=_GEMMA_NAMES)
         _update(folder / "preprocessor_config.json", image_processor_type="Gemma3ImageProcessor", size=_SQUARE)
         _update(folder / "processor_config.json", processor_class="Gemma3Processor", image_seq_length=4)
+    elif words is INTERN:
+        told = {"image_token_id": pad}
+        _update(folder / "tokenizer_config.json", extra_special_tokens=_INTERN_NAMES)
+        _update(folder / "preprocessor_config.json", image_processor_type="GotOcr2ImageProcessor", size=_SQUARE)
+        _update(folder / "processor_config.json", processor_class="InternVLProcessor", image_seq_length=4)
     else:
         told["video_token_id"] = tokenizer.convert_tokens_to_ids(words[3])
         size = {"shortest_edge": 32 * 32, "longest_edge": 64 * 64}
@@ -107,6 +114,10 @@ def shown_step(step: TrainingBatch, folder: str) -> TrainingBatch:
 
 
 _GEMMA_NAMES = {"image_token": "<img>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
+_INTERN_NAMES = {
+    "start_image_token": "<img>", "context_image_token": "<IMG_CONTEXT>", "end_image_token": "</img>",
+    "video_token": "<video>",
+}  # fmt: skip
 _SQUARE = {"height": 32, "width": 32}
 
 

@@ -26,9 +26,10 @@ class ModelFlops:
     @classmethod
     def of(cls, config: Any, frozen: bool, world: World) -> ModelFlops:
         """Of a model with transformers' ``config``, whose matrices are ``frozen`` below an adapter or not. Every rank
-        calls it. Not counted of families whose layers may have other matrices, or a window."""
+        calls it. Not counted of families whose layers may have other matrices, or a window, nor of models that see,
+        whose towers compute too."""
         text = config.get_text_config()
-        shape = described_by(text.model_type, text.to_dict())
+        shape = described_by(text.model_type, text.to_dict()) if text is config else None
         return cls(shape if shape and shape.counted else None, frozen, _peak(world))
 
     def begin(self) -> None:

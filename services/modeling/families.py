@@ -12,7 +12,7 @@ PACKED = PLAIN | {
     "qwen3_5_moe_text", "glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "minimax_m2", "olmoe", "phi3", "smollm3",
     "granite", "olmo2", "olmo3", "seed_oss", "exaone4", "cohere2", "ernie4_5", "hunyuan_v1_dense", "starcoder2", "lfm2",
     "granitemoehybrid", "falcon_h1", "nemotron_h", "opt", "gpt_neox", "gpt2", "qwen3_5", "qwen3_5_moe", "qwen2_vl",
-    "qwen2_5_vl", "glm4v", "glm46v", "qwen3_vl", "qwen3_vl_moe", "gemma3", "gemma4", "mistral3",
+    "qwen2_5_vl", "glm4v", "glm46v", "internvl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "gemma4", "mistral3",
 }  # fmt: skip
 """Families that take positions and `attention.Segments` of ours."""
 BOTH_WAYS = {"gemma3", "gemma4"}
@@ -26,8 +26,8 @@ STAGED = PLAIN | {
 Granite, which scales what is embedded, and Gemma 4, some of whose layers read ids too."""
 TENSOR = PLAIN | {
     "mistral", "ministral3", "gemma2", "gemma3_text", "gemma4_text", "glm4_moe", "smollm3", "granite",
-    "seed_oss", "exaone4", "cohere2", "ernie4_5", "starcoder2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe",
-    "gemma3", "gemma4", "mistral3",
+    "seed_oss", "exaone4", "cohere2", "ernie4_5", "starcoder2", "qwen2_vl", "qwen2_5_vl", "internvl", "qwen3_vl",
+    "qwen3_vl_moe", "gemma3", "gemma4", "mistral3",
 }  # fmt: skip
 """Families whose matrices tensor parallelism cuts, and with them what is kept of each token."""
 TENSOR_WHOLE = {

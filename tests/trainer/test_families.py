@@ -142,7 +142,17 @@ def test_nobody_goes_on_from_codes_in_the_place_of_weights(method: str, tmp_path
 
 WHOLE = {"minimax_m2", "falcon_h1"}
 """Of which each rank reads all on its host."""
-RENAMED = {"gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "minimax_m2", "granitemoehybrid", "nemotron_h", "gpt_neox"}
+RENAMED = {
+    "gemma3",
+    "mistral3",
+    "internvl",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "minimax_m2",
+    "granitemoehybrid",
+    "nemotron_h",
+    "gpt_neox",
+}
 """transformers has other names for what files have: read whole by each rank, and written as transformers has them."""
 RECURRENT = {
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe", "lfm2", "granitemoehybrid", "falcon_h1",
