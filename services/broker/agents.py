@@ -97,13 +97,19 @@ class AgentDesk:
                 state.turns.answered(turn.id)
                 self._answer(turn, b"", f"given to {turn.attempt} {m.UNANSWERED}")
                 continue
-            if turn.attempt >= SUSPECT_AFTER:
-                if not suspects.waits and (rollouts or suspects.open):
-                    self._grant_suspect(turn, suspects, now)
-                continue
-            if not rollouts or (bounds := self._bounds(turn)) in in_vain:
+            if not (rollouts or suspects.open) or (bounds := self._bounds(turn)) in in_vain:
                 continue
             oldest, exact = bounds
+            if turn.attempt >= SUSPECT_AFTER:
+                if suspects.waits:
+                    continue
+                if not suspects.serve(oldest, exact is not None):  # nor is it to hold up those that somebody serves
+                    in_vain.add(bounds)
+                elif chosen := suspects.take(turn.attempt, oldest, exact is not None):
+                    self._grant_turn(turn, chosen, now)
+                continue
+            if not rollouts:
+                continue
             able = [r for r in rollouts if r.version >= oldest and exact in (None, r.version)]
             if not able:
                 in_vain.add(bounds)
@@ -113,11 +119,6 @@ class AgentDesk:
             self._grant_turn(turn, chosen, now)
             if chosen.room <= 0:
                 rollouts.remove(chosen)
-
-    def _grant_suspect(self, turn: Turn, suspects: Suspects, now: float) -> None:
-        oldest, exact = self._bounds(turn)
-        if chosen := suspects.take(turn.attempt, oldest, exact is not None):
-            self._grant_turn(turn, chosen, now)
 
     def _grant_turn(self, turn: Turn, rollout: Member, now: float) -> None:
         state = self._state

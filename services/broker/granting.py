@@ -74,6 +74,11 @@ class Suspects:
         """Who was given the last one may be given another."""
         return self._hand is not None and self._left > 0 and self._hand.room > 0
 
+    def serve(self, version: int, exact: bool) -> bool:
+        """Some of them with room serve at least ``version``, or exactly that."""
+        hand = [self._hand] if self.open and self._hand else []
+        return any(member.room > 0 and _serves(member, version, exact) for member in (*self._members, *hand))
+
     def take(self, attempt: int, version: int = -1, exact: bool = False) -> Member | None:
         """Who is given one that was given ``attempt`` times, of those that serve at least ``version``, or exactly that;
         None: it waits."""

@@ -22,6 +22,7 @@ from penstock.protocols.mailbox import RefusedError
 from penstock.services.broker.agents import AgentDesk, _Wanted
 from penstock.services.broker.config import BrokerConfig
 from penstock.services.broker.membership import Member
+from penstock.services.broker.rules.holds import SUSPECT_AFTER
 from penstock.services.broker.rules.leases import Leases
 from penstock.services.broker.rules.turns import Turns
 from tests.broker.machine import Memory
@@ -329,6 +330,23 @@ def test_thousands_of_waiting_turns_are_not_compared_with_each_rollout() -> None
     )  # fmt: skip
     AgentDesk(state, cast(Any, None))._grant_turns(list(rollouts), 0.0)
     assert len(looks) <= len(rollouts)
+
+
+def test_a_suspected_turn_that_nobody_serves_holds_up_no_other() -> None:
+    turns, given = Turns(), []
+    for place, group in enumerate((("train", 9), ("train", 0))):  # of which the first wants a version to come
+        turn = turns.ask(group, place, (*group, place), None, ("gateway-0#1", place))
+        turn.attempt = SUSPECT_AFTER
+    rollout = Member("rollout-0#1", "rollout-0", "rollout", "here", 1, 0.0)
+    rollout.version, rollout.credit = 2, 4
+    state: Any = SimpleNamespace(
+        turns=turns, settings=SimpleNamespace(broker=BrokerConfig()),
+        groups=SimpleNamespace(gate=SimpleNamespace(required_version=lambda number: 3 if number == 9 else 2)),
+    )  # fmt: skip
+    desk = AgentDesk(state, cast(Any, None))
+    desk._grant_turn = lambda turn, to, now: given.append(turn.group)  # type: ignore[method-assign]
+    desk._grant_turns([rollout], 0.0)
+    assert given == [("train", 0)]
 
 
 class Machine(RuleBasedStateMachine):
