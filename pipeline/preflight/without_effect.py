@@ -110,9 +110,10 @@ def idle_notes(config: Config) -> Iterator[str]:
 
 def _of_another_critic(config: Config) -> Iterator[str]:
     """Keys of the kind of critic that the run does not have."""
-    kinds = {VALUES: ("clip", "gamma", "lam"), PROCESS: ("beta", "right")}
+    kinds, plain = {VALUES: ("clip", "gamma", "lam"), PROCESS: ("beta", "right")}, type(config.critic)()
     for column, keys in kinds.items() if config.with_critic else ():
-        if config.critic_column != column and (said := [key for key in keys if key in config.critic.model_fields_set]):
+        said = [key for key in keys if getattr(config.critic, key) != getattr(plain, key)]
+        if said and config.critic_column != column:
             yield f"critic.{said[0]}: it is of a critic that says {column}, and this one says {config.critic_column}"
 
 
