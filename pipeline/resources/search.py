@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import count, product
 
 from pydantic import ValidationError
 
@@ -282,10 +282,15 @@ def _fastest(
     """The fastest shape of so many ranks that fits beside ``taken_gib``, and its seconds; then the fastest that does
     not, where that would be faster. None: nothing fits."""
     tried: list[tuple[float, int, float, TrainerConfig]] = []
-    for trainer in shapes(shape, plain):
+    numbers = count()
+
+    def try_(trainer: TrainerConfig) -> None:
         seconds = train_s(shape, trainer, load, device)
-        tried.append((seconds * PLAINER ** _apart(trainer), len(tried), seconds, trainer))
-    heapq.heapify(tried)
+        heapq.heappush(tried, (seconds * PLAINER ** _apart(trainer), next(numbers), seconds, trainer))
+
+    for trainer in shapes(shape, plain):
+        if not trainer.offload:
+            try_(trainer)
     faster, faster_s = None, 0.0
     while tried:
         _, _, seconds, trainer = heapq.heappop(tried)
@@ -293,6 +298,9 @@ def _fastest(
             return trainer, seconds, faster, faster_s
         if faster is None:
             faster, faster_s = trainer, seconds
+        if not trainer.offload:  # what spares more is slower, so it was not worth a look before
+            for offload in _offloads(trainer, trainer.tensor_parallel)[1:]:
+                try_(trainer.model_copy(update={"offload": offload}))
     return None
 
 
@@ -314,13 +322,9 @@ def shapes(shape: Shape, plain: TrainerConfig) -> Iterator[TrainerConfig]:
         if not shape.deals(sequence, tensor):
             continue
         for checkpointing, offload, offload_activations in product(
-            (False, "selective", True), (False, "optimizer", True), (False, True)
+            (False, "selective", True), _offloads(plain, tensor), (False, True)
         ):
-            if (offload is True or offload_activations) and tensor > 1:
-                continue
-            if offload == "optimizer" and plain.optimizer.moments == "8bit":
-                continue
-            if offload_activations and checkpointing is not True:
+            if offload_activations and (tensor > 1 or checkpointing is not True):
                 continue
             yield plain.model_copy(
                 update={
@@ -334,6 +338,12 @@ def shapes(shape: Shape, plain: TrainerConfig) -> Iterator[TrainerConfig]:
                     "offload_activations": offload_activations,
                 }
             )
+
+
+def _offloads(trainer: TrainerConfig, tensor: int) -> list[bool | str]:
+    """What may lie on the host, ever more: each takes longer."""
+    means = ["optimizer"] if trainer.optimizer.moments != "8bit" else []
+    return [False, *means, *([True] if tensor == 1 else [])]
 
 
 def _apart(trainer: TrainerConfig) -> int:

@@ -33,7 +33,7 @@ class TokenRewards:
     metrics: dict[str, float]
 
     def of(self, kept: np.ndarray, longest: int) -> TokenRewards:
-        """bool ``[rows]``: of these alone, which have ``longest`` tokens at most."""
+        """int64 ``[kept]``: of these rows alone, which have ``longest`` tokens at most."""
         tokens, mask = self.tokens[kept, :longest], self.mask[kept, :longest]
         return replace(self, scores=self.scores[kept], tokens=tokens, mask=mask)
 

@@ -284,9 +284,11 @@ class Learner(ModelLearner):
             return torch.zeros((len(step.trajectories), max((len(t.tokens) for t in step.trajectories), default=0))), {}
         state = self.penalties_of_step(self._frozen_steps)
         rewards = token_rewards(step, rewarded, self._config.algorithm.penalties, state)
-        metrics, kept = rewards.metrics, self._compared(step)[rewarded]
-        rewarded = rewarded[kept]  # the penalties' state goes by all that was sampled
-        rewards = rewards.of(kept, max(len(step.trajectories[i].tokens) for i in rewarded))
+        metrics = rewards.metrics
+        if self._config.algorithm.subset:  # the penalties' state goes by all that was sampled
+            kept = np.flatnonzero(self._compared(step)[rewarded])
+            rewarded = rewarded[kept]
+            rewards = rewards.of(kept, max(len(step.trajectories[i].tokens) for i in rewarded))
         columns = advantage_columns(step, rewarded, self._config.algorithm, rewards, state)
         if BASELINE in self.algorithm.given:
             metrics |= {name: value for name, value in state.items() if name.startswith(KEPT)}

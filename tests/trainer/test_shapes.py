@@ -108,11 +108,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 OFTEN = (
-    "two replicas of two shards", "two shards, tensor parallel", "pipeline of two shards, the head tied",
-    "sequence parallel, beyond the heads of keys", "two shards of experts, balanced",
+    "two replicas of two shards", "two shards, tensor parallel", "sequence parallel, beyond the heads of keys",
 )  # fmt: skip
 """Of those with four ranks; the others are products of what these and smaller ones have."""
 SELDOM = (
+    "norms and layers that stand still, tensor parallel", "experts, whose router stands still", "experts, an adapter",
+    "experts with biases, sequence parallel, windows and sinks",
     "a pipeline's layers that stand still, on the host", "pipeline, gradients summed after each micro-batch",
     "the head in fp32, tensor parallel", "the head in fp32, pipeline, tied", "towers that learn, tensor parallel",
     "pictures, sequence parallel", "towers that learn, sequence parallel", "experts, sequence parallel",
