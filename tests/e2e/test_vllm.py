@@ -63,7 +63,8 @@ def check_versions(folder: Path, steps: int, close: float = CLOSE) -> int:
 
 
 def test_the_quickstart_learns_and_versions_are_exact(tmp_path: Path) -> None:
-    run = Run(tmp_path, [*VLLM, "rollout.engine.kv_on_update=recompute", "trainer.steps=40"])
+    once = ["prompts.eval_before=false"]  # greedy answers are compared at the end
+    run = Run(tmp_path, [*VLLM, "rollout.engine.kv_on_update=recompute", "trainer.steps=40", *once])
     summary = run.wait(400)
     check_promises(summary)
     assert summary["restarts"] == 0
