@@ -110,9 +110,11 @@ def check_columns(config: Any) -> None:
                     f"scorers.{kind}.columns: {name!r} is written by another scorer too; call it otherwise"
                 )
     for name, key in columns_read(config).items():
-        if name in OF_CRITIC and name not in names:
-            raise ValueError(f"{key}: a critic says values or process rewards, and both are read; take one of the two")
         if name not in names:
+            if name in OF_CRITIC:
+                raise ValueError(
+                    f"{key}: a critic says values or process rewards, and both are read; take one of the two"
+                )
             raise ValueError(f"{key}: no scorer writes a column {name!r}; {nearest(name, names)}")
         if top_of(name) is not None:
             raise ValueError(f"{key}: {name} is read by trainer.algorithm.distill alone, which names {top_of(name)}")

@@ -10,11 +10,11 @@ from typing import Any
 
 from penstock.pipeline.config import Config, PretrainedModel
 from penstock.pipeline.preflight import given, told_tools
+from penstock.pipeline.preflight.critics_model import check_critic
 from penstock.pipeline.preflight.data import ROWS, check_length
+from penstock.pipeline.preflight.own_code import check_own_code
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources.model_files import read_config
-from penstock.pipeline.tools.merge import is_critic
-from penstock.protocols.columns import VALUES
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, open_source
 from penstock.services.data.config import DataConfig, MixData, ReasoningGymData
@@ -42,13 +42,13 @@ def look(config: Config, report: Report) -> None:
             _check_whole(policy, "model.path")
             _encode(config, report)
             _check_frozen(policy, config.trainer)
-            _check_own_code(policy, "trainer", config.trainer.gradient_checkpointing)
+            check_own_code(policy, "trainer", config.trainer.gradient_checkpointing)
             _check_routing(policy, config.rollout.sampling.routing_replay)
             _check_balance(policy, config.trainer.algorithm.router_balance)
             _check_vllm(policy, config, report)
             _note_rounding(config, report)
             if config.with_critic and not config.critic.path:
-                _check_critic(policy, "model.path", config)
+                check_critic(policy, "model.path", config)
     for key, path in readers(config):
         with report.collect():
             _find(path, key)
@@ -58,7 +58,7 @@ def look(config: Config, report: Report) -> None:
                 _check_mixes(policy, path)
             if key == "critic.path":
                 _check_whole(path, key)
-                _check_critic(path, key, config)
+                check_critic(path, key, config)
             if key.startswith("scorers."):
                 _check_top_k(path, config.scorers[key.split(".")[1]].top_k, key.removesuffix("path") + "top_k")
     for kind, scorer in config.scorers.items():
@@ -102,20 +102,6 @@ def _check_whole(path: str, key: str) -> None:
     from penstock.services.modeling.load import check_whole, load_config
 
     check_whole(load_config(path, key), path, key)
-
-
-def _check_own_code(path: str, learner: str, checkpoints: bool | str) -> None:
-    """Raises `SetupError` where the code that came with the model cannot be called as others are, or does not do
-    without activations."""
-    from penstock.services.modeling.load import empty_model, has_own_code, load_config
-
-    if has_own_code(load_config(path)):
-        model = empty_model(path)
-        if checkpoints and not model.supports_gradient_checkpointing:
-            raise SetupError(
-                f"{learner}.gradient_checkpointing: {path} has code of its own, and that of {type(model).__name__} has "
-                "no such thing (supports_gradient_checkpointing); set it to false"
-            )
 
 
 def _check_mixes(policy: str, path: str) -> None:
@@ -179,29 +165,6 @@ def _check_top_k(path: str, k: int, key: str) -> None:
     size = load_config(path, key).get_text_config().vocab_size if k else 0
     if k > size:
         raise SetupError(f"{key}={k}: {path} has {size} tokens; take no more, or leave it out")
-
-
-def _check_critic(path: str, key: str, config: Config) -> None:
-    """Raises `SetupError` where the model at ``path`` cannot be the kind of critic that ``config`` has."""
-    if config.critic_column == VALUES:
-        _check_value_head(path, key)
-        return
-    if is_critic(Path(path)):
-        raise SetupError(f"{key}: {path} is a critic of values, and process rewards want a language model; name one")
-    _check_own_code(path, "critic", config.critic.gradient_checkpointing)
-
-
-def _check_value_head(path: str, key: str) -> None:
-    """Raises `SetupError` where there is no model of the kind that gives one number a token, nor the parts of one."""
-    from penstock.services.modeling.load import load_config, with_head
-
-    config = load_config(path, key)
-    if type(config) not in with_head(config, "value")._model_mapping:
-        raise SetupError(
-            f"{key}: a critic is a model with a head of one number a token (AutoModelForTokenClassification), and "
-            f"transformers has no parts for one of {config.model_type}; set critic.path to a model of another kind, or "
-            "take an advantage without a critic"
-        )
 
 
 def _find(path: str, key: str) -> None:

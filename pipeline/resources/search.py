@@ -33,6 +33,7 @@ from penstock.pipeline.resources.placement import guests_beside_rollouts, sharer
 from penstock.pipeline.resources.readers import readers_each
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, forward_s, rest_s, switch_s, train_s
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
+from penstock.pipeline.resources.trainer_shapes import apart, offloads, shapes
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.modeling.filling import PASSES_EACH
 from penstock.services.modeling.lengths import longest_sequence
@@ -286,7 +287,7 @@ def _fastest(
 
     def try_(trainer: TrainerConfig) -> None:
         seconds = train_s(shape, trainer, load, device)
-        heapq.heappush(tried, (seconds * PLAINER ** _apart(trainer), next(numbers), seconds, trainer))
+        heapq.heappush(tried, (seconds * PLAINER ** apart(trainer), next(numbers), seconds, trainer))
 
     for trainer in shapes(shape, plain):
         if not trainer.offload:
@@ -299,61 +300,9 @@ def _fastest(
         if faster is None:
             faster, faster_s = trainer, seconds
         if not trainer.offload:  # what spares more is slower, so it was not worth a look before
-            for offload in _offloads(trainer, trainer.tensor_parallel)[1:]:
+            for offload in offloads(trainer, trainer.tensor_parallel)[1:]:
                 try_(trainer.model_copy(update={"offload": offload}))
     return None
-
-
-def shapes(shape: Shape, plain: TrainerConfig) -> Iterator[TrainerConfig]:
-    """Whatever `penstock run` would take of so many ranks, of one adapter or none."""
-    powers = [1, 2, 4, 8]
-    machines = max(1, plain.ranks // MACHINE)
-    degrees = product(
-        sorted({1, machines}),
-        [size for size in powers if size == 1 or shape.packs],
-        [size for size in powers if size == 1 or (shape.tensor and shape.cuts(size) and not plain.lora)],
-        [size for size in (*powers, 16, 32, 64) if size == 1 or (shape.experts and not shape.experts % size)],
-        [size for size in powers if size == 1 or (shape.staged and size <= min(shape.layers, machines))],
-    )
-    for replicas, sequence, tensor, expert, stages in degrees:
-        shards, left = divmod(plain.ranks, replicas * tensor * stages)
-        if left or not shards or shards % sequence or shards % expert or sequence * tensor > MACHINE:
-            continue
-        if not shape.deals(sequence, tensor):
-            continue
-        for checkpointing, offload, offload_activations in product(
-            (False, "selective", True), _offloads(plain, tensor), (False, True)
-        ):
-            if offload_activations and (tensor > 1 or checkpointing is not True):
-                continue
-            yield plain.model_copy(
-                update={
-                    "replicas": replicas,
-                    "sequence_parallel": sequence,
-                    "tensor_parallel": tensor,
-                    "expert_parallel": expert,
-                    "pipeline_parallel": stages,
-                    "gradient_checkpointing": checkpointing,
-                    "offload": offload,
-                    "offload_activations": offload_activations,
-                }
-            )
-
-
-def _offloads(trainer: TrainerConfig, tensor: int) -> list[bool | str]:
-    """What may lie on the host, ever more: each takes longer."""
-    means = ["optimizer"] if trainer.optimizer.moments != "8bit" else []
-    return [False, *means, *([True] if tensor == 1 else [])]
-
-
-def _apart(trainer: TrainerConfig) -> int:
-    """How many keys are not as in the plainest shape of so many ranks."""
-    degrees = (
-        trainer.replicas, trainer.sequence_parallel, trainer.tensor_parallel, trainer.expert_parallel,
-        trainer.pipeline_parallel,
-    )  # fmt: skip
-    used = (trainer.gradient_checkpointing, trainer.offload, trainer.offload_activations)
-    return sum(degree > 1 for degree in degrees) + sum(map(bool, used))
 
 
 def _tensor_parallel(config: Config, shape: Shape, device: Device) -> Iterator[int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,34 +9,30 @@ import torch
 
 from penstock.protocols.columns import VALUES
 from penstock.services.critic.config import CriticConfig
+from penstock.services.critic.step_learner import StepLearner
 from penstock.services.critic.value_loss import value_loss
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.config import Penalties
 from penstock.services.learning.constraints import with_known_costs
-from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
 from penstock.services.learning.token_returns import gae
 from penstock.services.learning.token_rewards import token_rewards
-from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel.fsdp import forward_values, sum_gradients
 from penstock.services.modeling.parallel.world import World
-from penstock.services.runtime import health
 
 
-class CriticLearner(ModelLearner):
-    """A `ModelLearner` whose model gives one number a token; ``gamma`` and ``lam`` are those of the returns that it
+class CriticLearner(StepLearner):
+    """A `StepLearner` whose model gives one number a token; ``gamma`` and ``lam`` are those of the returns that it
     learns, ``penalties`` is what is taken off the rewards."""
 
-    SECTION = "critic"
-    PUBLISHES, VALUED = False, True
+    VALUED = True
     COLUMN = VALUES
-    """What it says of a step."""
 
     def __init__(
         self, model: Any, config: CriticConfig, steps: int, gamma: float, lam: float, penalties: Penalties,
         world: World | None = None,
     ) -> None:  # fmt: skip
         super().__init__(model, config, steps, world)
-        self._config, self._gamma, self._lam, self._penalties = config, gamma, lam, penalties
+        self._gamma, self._lam, self._penalties = gamma, lam, penalties
 
     def values(self, step: TrainingBatch) -> list[np.ndarray]:
         """float32 ``[tokens]`` of each trajectory: the value of the state in which each token was chosen, 0 where
@@ -46,11 +40,9 @@ class CriticLearner(ModelLearner):
         return self.evaluate(step, lambda rows: forward_values(self.model, rows))
 
     def train(self, step: TrainingBatch) -> dict[str, float]:
-        """The updates of ``step``, whose column ``values`` holds what this model said of it; the model then is
-        `version` + 1. Trajectories without a reward have no part in it. Returns the step's metrics, means over the
-        updates."""
+        """See `StepLearner.train`."""
         step = with_known_costs(step, self._penalties.constraints)
-        rewarded, updates = np.flatnonzero(step.rewarded), []
+        rewarded = np.flatnonzero(step.rewarded)
         returns = torch.zeros((len(step.trajectories), max((len(t.tokens) for t in step.trajectories), default=0)))
         if rewarded.size:
             state = self.penalties_of_step(self._config.warmup_steps)
@@ -58,18 +50,7 @@ class CriticLearner(ModelLearner):
             old = step.padded(step.token_values[VALUES], rewarded).double() * rewards.mask
             _, found = gae(rewards.tokens, old, rewards.mask, self._gamma, self._lam)
             returns[rewarded, : found.shape[1]] = found.float()
-        for rows in mini_batches(step, self._config.epochs, self._config.mini_batches):
-            rate = self.begin_update()
-            loss, metrics = self.micro_batches.fitting(
-                "forward or backward pass",
-                partial(self._accumulate, step, rows[step.rewarded[rows]], returns),
-                self.give_up_update,
-            )
-            ended = self.end_update(loss)
-            metrics |= {"critic_grad_norm": ended["grad_norm"], "critic_skipped": ended["skipped"]}
-            updates.append(metrics | {"critic_loss": loss, "critic_lr": rate})
-        self.version += 1
-        return mean_metrics(updates)
+        return self._updates(step, lambda chosen: self._accumulate(step, chosen, returns))
 
     def _accumulate(
         self, step: TrainingBatch, chosen: np.ndarray, of_step: torch.Tensor
@@ -82,16 +63,8 @@ class CriticLearner(ModelLearner):
         old = step.padded(step.token_values[VALUES], chosen) * mask
         sums: torch.Tensor | None = None  # loss and clipped tokens, on the device: a number would be waited for
         plan = self.plan([step.trajectories[i] for i in chosen], step.groups[chosen])
-
-        def passes() -> Iterator[tuple[Rows, torch.Tensor]]:
-            for each, _ in plan:
-                health.beat()
-                rows = each.rows()
-                with self.keeping():
-                    values = forward_values(self.model, rows)
-                yield rows, values
-
-        for turn, ((_, counts_once), (rows, values)) in enumerate(zip(plan, self.early(passes()), strict=True), 1):
+        passes = self._forward(plan, lambda rows: forward_values(self.model, rows))
+        for turn, (counts_once, rows, values) in enumerate(passes, 1):
             index, width = list(rows.index), values.shape[1]
             wanted, before = (x[index, 1 : width + 1].to(values) for x in (returns, old))
             losses, clipped = value_loss(values, before, wanted, self._config.clip)

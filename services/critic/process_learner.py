@@ -1,9 +1,7 @@
-"""PRIME's process reward model: Cui et al. 2025, arXiv:2502.01456, by Yuan et al. 2024, arXiv:2412.01981."""
+"""PRIME's process reward model: Cui et al. 2025, arXiv:2502.01456; that it is one: Yuan et al. 2024, 2412.01981."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,17 +10,15 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from penstock.protocols.columns import PROCESS, REFERENCE
 from penstock.services.critic.config import CriticConfig
+from penstock.services.critic.step_learner import StepLearner
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
-from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel.fsdp import forward, sum_gradients
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.pinned import to_device
-from penstock.services.runtime import health
 
 
-class ProcessLearner(ModelLearner):
-    """A `ModelLearner` whose language model φ is taught by outcomes alone which answers are right, and so says of each
+class ProcessLearner(StepLearner):
+    """A `StepLearner` whose language model φ is taught by outcomes alone which answers are right, and so says of each
     token y_t what it was worth (arXiv:2502.01456, eq. 2), with the log-probabilities of the reference:
 
         r(y_t) = β (log π_φ(y_t | y_<t) − log π_ref(y_t | y_<t))
@@ -30,16 +26,13 @@ class ProcessLearner(ModelLearner):
     ``temperature`` is that of the reference's column.
     """
 
-    SECTION = "critic"
-    PUBLISHES = False
     COLUMN = PROCESS
-    """What it says of a step."""
 
     def __init__(
         self, model: Any, config: CriticConfig, steps: int, temperature: float, world: World | None = None
     ) -> None:
         super().__init__(model, config, steps, world)
-        self._config, self._temperature = config, temperature
+        self._temperature = temperature
 
     def values(self, step: TrainingBatch) -> list[np.ndarray]:
         """float32 ``[tokens]`` of each trajectory: r of each token, 0 where nothing was sampled."""
@@ -50,20 +43,8 @@ class ProcessLearner(ModelLearner):
         ]
 
     def train(self, step: TrainingBatch) -> dict[str, float]:
-        """The updates of ``step``, whose column ``process`` holds what this model said of it; the model then is
-        `version` + 1. Trajectories without a reward have no part in it. Returns the step's metrics, means over the
-        updates."""
-        updates = []
-        for rows in mini_batches(step, self._config.epochs, self._config.mini_batches):
-            rate, chosen = self.begin_update(), rows[step.rewarded[rows]]
-            loss = self.micro_batches.fitting(
-                "forward or backward pass", partial(self._accumulate, step, chosen), self.give_up_update
-            )
-            ended = self.end_update(loss)
-            metrics = {"critic_grad_norm": ended["grad_norm"], "critic_skipped": ended["skipped"]}
-            updates.append(metrics | {"critic_loss": loss, "critic_lr": rate})
-        self.version += 1
-        return mean_metrics(updates) | self._described(step)
+        """See `StepLearner.train`."""
+        return self._updates(step, lambda chosen: (self._accumulate(step, chosen), {})) | self._described(step)
 
     def _accumulate(self, step: TrainingBatch, chosen: np.ndarray) -> float:
         """Adds the gradient of the cross entropy of σ(r(y)) and whether y is right (eq. 4), r(y) being the sum over
@@ -77,16 +58,8 @@ class ProcessLearner(ModelLearner):
         told = np.stack([self._right(step, chosen), 1 / branches[member] / len(branches)]).astype(np.float32)
         right, weights = to_device(torch.from_numpy(told), self.device)
         plan, total = self.plan(trajectories, step.groups[chosen]), torch.zeros((), device=self.device)
-
-        def passes() -> Iterator[tuple[Rows, torch.Tensor]]:
-            for each, _ in plan:
-                health.beat()
-                rows = each.rows()
-                with self.keeping():
-                    said = forward(self.model, rows, self._temperature)
-                yield rows, said
-
-        for turn, ((_, counts_once), (rows, said)) in enumerate(zip(plan, self.early(passes()), strict=True), 1):
+        passes = self._forward(plan, lambda rows: forward(self.model, rows, self._temperature))
+        for turn, (counts_once, rows, said) in enumerate(passes, 1):
             worth = self._config.beta * ((said - rows.column(reference)) * rows.mask).sum(-1)
             index = to_device(torch.tensor(rows.index), self.device)
             loss = binary_cross_entropy_with_logits(worth, right[index], weights[index], reduction="sum") * counts_once

@@ -11,8 +11,7 @@ import torch
 
 from penstock.protocols.columns import ColumnTable
 from penstock.protocols.messages import Batch
-from penstock.services.critic.learner import CriticLearner
-from penstock.services.critic.process_learner import ProcessLearner
+from penstock.services.critic.step_learner import StepLearner
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch, open_batch
 from penstock.services.learning.shift import OF_SHIFTS, Shift
@@ -27,7 +26,7 @@ Say = Callable[[TrainingBatch, Sequence[np.ndarray]], None]
 class Steps:
     """The steps of a critic, the same on every rank."""
 
-    learner: CriticLearner | ProcessLearner
+    learner: StepLearner
     saver: checkpoint.Saver
     columns: ColumnTable
     deterministic: bool

@@ -17,6 +17,7 @@ from penstock.services.critic.config import CriticConfig, shares_devices
 from penstock.services.critic.learner import CriticLearner
 from penstock.services.critic.process_learner import ProcessLearner
 from penstock.services.critic.ranks import Steps, WorkerRank
+from penstock.services.critic.step_learner import StepLearner
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.handed_on import HandedOn
@@ -174,7 +175,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Critic | WorkerRank:
     own = critic.pinned() if config.run.deterministic else critic
     processes = config.critic_column == PROCESS
 
-    def learner_of(weights: str) -> CriticLearner | ProcessLearner:
+    def learner_of(weights: str) -> StepLearner:
         begun = Path(weights) if weights != path else None  # a checkpoint; with an adapter it has that alone
         adapter = Adapter.of(critic.lora, begun, "critic.lora") if critic.lora else None
         model = load_trainable(

@@ -30,10 +30,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
+from penstock.services.learning.host_moments import MOMENTS
 from penstock.services.learning.joined_files import join_weights, numbered
 from penstock.services.learning.model_learner import ModelLearner
 from penstock.services.learning.muon import MOMENTUM
-from penstock.services.learning.optimizer import MOMENTS, keeps_on_device, local, restore_state, state_names
+from penstock.services.learning.optimizer import keeps_on_device, local, restore_state, state_names
 from penstock.services.learning.shard_writer import ShardWriter
 from penstock.services.modeling.adapter_files import FILE
 from penstock.services.modeling.experts import is_experts, one_as_in_files

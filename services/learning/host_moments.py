@@ -25,7 +25,7 @@ from penstock.services.modeling.parallel.fsdp import local
 from penstock.services.modeling.pinned import pin, unpin
 from penstock.services.weights.queues import borrow_queue, current_queue, give_back
 
-MEANS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 """As torch's AdamW calls them."""
 PART_NUMBERS = 32 << 20
 """Numbers of a mean that visit together: of both, 256 MiB."""
@@ -123,7 +123,7 @@ class HostAdamW(torch.optim.AdamW):
     def __init__(self, groups: Any, device: torch.device, **how: Any) -> None:
         super().__init__(groups, **how, fused=True)
         self._device = device
-        self._means = [HostMeans(group["params"], MEANS, device) for group in self.param_groups]
+        self._means = [HostMeans(group["params"], MOMENTS, device) for group in self.param_groups]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -141,7 +141,7 @@ class HostAdamW(torch.optim.AdamW):
         if not work:
             return
         longest = max(which.stop - which.start for _, _, which, _ in work)
-        slots = torch.empty((min(2, len(work)), len(MEANS), longest), dtype=torch.float32, device=self._device)
+        slots = torch.empty((min(2, len(work)), len(MOMENTS), longest), dtype=torch.float32, device=self._device)
         update, come, go = current_queue(self._device), borrow_queue(self._device), borrow_queue(self._device)
         free = [update.mark()] * len(slots)
         for number, (group, pages, which, some) in enumerate(work):
@@ -149,13 +149,13 @@ class HostAdamW(torch.optim.AdamW):
             means = [mean[: which.stop - which.start] for mean in slots[turn]]
             come.after(free[turn])
             with come.running():
-                for name, mean in zip(MEANS, means, strict=True):
+                for name, mean in zip(MOMENTS, means, strict=True):
                     mean.copy_(pages[name][which], non_blocking=True)
             update.after(come.mark())
             self._change(group, some, means)
             go.after(update.mark())
             with go.running():
-                for name, mean in zip(MEANS, means, strict=True):
+                for name, mean in zip(MOMENTS, means, strict=True):
                     pages[name][which].copy_(mean, non_blocking=True)
             free[turn] = go.mark()
         for event in free:

@@ -12,13 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from penstock.services.learning.config import OptimizerConfig
 from penstock.services.learning.eight_bit import in_fp32, is_quantized, quantize
-from penstock.services.learning.host_moments import HostAdamW
+from penstock.services.learning.host_moments import MOMENTS, HostAdamW
 from penstock.services.learning.muon import MOMENTUM, Muon, hidden_matrices
 from penstock.services.modeling.parallel.world import World
 
-SIGNED = {"exp_avg": True, "exp_avg_sq": False}
+SIGNED = dict(zip(MOMENTS, (True, False), strict=True))
 """Moments that 8 bits may hold, and whether they have a sign."""
-MOMENTS = tuple(SIGNED)
 
 
 def make_optimizer(

@@ -15,8 +15,10 @@ def subset_of(step: TrainingBatch, config: SubsetConfig) -> np.ndarray:
     kept = np.ones(len(step.trajectories), bool)
     compared = step.rewarded & ~step.given
     rewards = mean_by_session(step.rewards, step.sessions)  # of an agent's, its branches' mean
-    for number in np.unique(step.groups[compared]):
-        mine = np.flatnonzero(compared & (step.groups == number))
+    places = np.flatnonzero(compared)
+    places = places[np.argsort(step.groups[places], kind="stable")]
+    numbers, begins = np.unique(step.groups[places], return_index=True)
+    for number, mine in zip(numbers, np.split(places, begins[1:]), strict=True):
         sessions = np.unique(step.sessions[mine])
         kept[mine] = np.isin(step.sessions[mine], sessions[chosen(rewards[sessions], config, int(number))])
     return kept

@@ -21,8 +21,9 @@ from penstock.pipeline.resources.memory import plan
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import place
 from penstock.pipeline.resources.readers import readers_each
-from penstock.pipeline.resources.search import layouts, reference_s, shapes
+from penstock.pipeline.resources.search import layouts, reference_s
 from penstock.pipeline.resources.step_time import Load, forward_s, train_s
+from penstock.pipeline.resources.trainer_shapes import shapes
 from penstock.pipeline.simulate.costs import on_gpus
 from penstock.pipeline.simulate.world import World
 

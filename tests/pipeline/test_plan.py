@@ -23,10 +23,11 @@ from penstock.pipeline.resources.memory import embedded_gib, mapped_gib, plan
 from penstock.pipeline.resources.model_files import read_config
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import place
-from penstock.pipeline.resources.search import FILL, critic_times, layouts, shapes, with_references
+from penstock.pipeline.resources.search import FILL, critic_times, layouts, with_references
 from penstock.pipeline.resources.shares import too_much
 from penstock.pipeline.resources.step_time import Load, train_s
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, keeps_whole_gradients, trainer_gib
+from penstock.pipeline.resources.trainer_shapes import shapes
 from penstock.pipeline.simulate.costs import Costs
 from penstock.pipeline.simulate.world import World
 from penstock.services.learning.config import OptimizerConfig

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.services.learning.eight_bit import in_fp32, quantize
-from penstock.services.learning.optimizer import MOMENTS
+from penstock.services.learning.host_moments import MOMENTS
 from penstock.services.trainer.learner import Learner
 from tests.conftest import TINY
 from tests.trainer.steps import a_step

@@ -40,3 +40,11 @@ def by_session(
     of_rows = {name: mean(values) for name, values in columns.items() if values.ndim == 1}
     found = advantage(of_rows, mean(scores), whole, groups[among.one_of_each()])
     return found[among.member, :1] * mask
+
+
+def of_sessions(
+    sessions: torch.Tensor, groups: torch.Tensor, scores: torch.Tensor
+) -> tuple[Groups, torch.Tensor, torch.Tensor]:
+    """Rows by session; and of each session the number of its group, and the mean of its branches' ``scores``."""
+    branches = Groups.of(sessions, scores.dtype)
+    return branches, groups[branches.one_of_each()], branches.sum(scores) / branches.count

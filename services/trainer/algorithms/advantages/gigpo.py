@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from penstock.services.trainer.algorithms.advantages.branches import of_sessions
 from penstock.services.trainer.algorithms.advantages.group_stats import Groups
 
 
@@ -29,8 +30,8 @@ def gigpo(
     sampled tokens; its return adds the later turns', discounted by ``gamma`` a turn. Both parts are less the mean, and
     with ``std`` divided by (the unbiased standard deviation + 1e-6); a turn that is alone in its state adds nothing."""
     here = mask.bool()
-    branches = Groups.of(sessions, tokens.dtype)
-    episodes, whole = Groups.of(groups[branches.one_of_each()], tokens.dtype), branches.sum(scores) / branches.count
+    branches, of_session, whole = of_sessions(sessions, groups, scores)
+    episodes = Groups.of(of_session, tokens.dtype)
     found = episodes.compared(whole, std)[branches.member, None] * mask
     before = torch.cat([torch.zeros_like(here[:, :1]), here[:, :-1]], 1)
     begins = here & ~before

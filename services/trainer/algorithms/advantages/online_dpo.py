@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from penstock.services.trainer.algorithms.advantages.group_stats import Groups
+from penstock.services.trainer.algorithms.advantages.branches import of_sessions
 
 
 def online_dpo(
@@ -31,8 +31,7 @@ def online_dpo(
     whose gradient is that of −Σ A log π(y_t) with A = β σ(−β Δ), or 2 (1 / 2β − Δ), for y⁺, and minus that for y⁻. A
     is times the group's answers, so that a mean over all answers is the mean over groups. 0 where all are equally
     good. ``sessions`` ``[rows]``: branches of one session, which are one answer. ``tokens`` has no part in it."""
-    branches = Groups.of(sessions, tokens.dtype)
-    of_session, whole = groups[branches.one_of_each()], branches.sum(scores) / branches.count
+    branches, of_session, whole = of_sessions(sessions, groups, scores.to(tokens.dtype))
     margins = branches.sum(((policy - reference).to(tokens.dtype) * mask).sum(-1))
     worth = torch.zeros_like(whole)
     for number in torch.unique(groups):

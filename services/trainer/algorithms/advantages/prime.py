@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.services.learning.token_returns import discounted
+from penstock.services.trainer.algorithms.advantages.branches import of_sessions
 from penstock.services.trainer.algorithms.advantages.group_stats import Groups
 
 
@@ -25,9 +26,9 @@ def prime(
     branches of one session, which is compared once, by the mean of their scores and by all of their tokens. ``tokens``
     has no part in it."""
     process = process.to(tokens.dtype) * mask
-    branches = Groups.of(sessions, tokens.dtype)
-    among = Groups.of(groups[branches.one_of_each()], tokens.dtype)
-    outcome = among.beside_others(branches.sum(scores) / branches.count, std=False)
+    branches, of_session, whole = of_sessions(sessions, groups, scores.to(tokens.dtype))
+    among = Groups.of(of_session, tokens.dtype)
+    outcome = among.beside_others(whole, std=False)
     each = branches.sum(process.sum(-1)) / branches.sum(mask.sum(-1)).clamp(min=1)
     others = each - among.beside_others(each, std=False)
     to_come = discounted((process - others[branches.member, None]) * mask, mask, gamma)
