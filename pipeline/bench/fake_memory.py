@@ -41,7 +41,7 @@ from penstock.services.modeling.logprobs import logprobs
 from penstock.services.modeling.lora import Adapter, adapted_layers
 from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel import expert, start
-from penstock.services.modeling.parallel.fsdp import clip_gradients, forward, shard, sum_gradients
+from penstock.services.modeling.parallel.fsdp import clip_gradients, forward, shard
 from penstock.services.modeling.parallel.tensor import sum_partial
 from penstock.services.modeling.parallel.world import Shape as Ranks
 from penstock.services.modeling.parallel.world import World
@@ -187,7 +187,7 @@ def trainer_peak(config: Config, gpu_gib: float | None, rank: int = 0) -> float:
             losses = learner.early(_loss(model, rows, memory, trainer) for _ in range(turns))
             for turn in range(1, turns + 1):
                 loss = next(losses)
-                sum_gradients(model, not whole, turn == turns)
+                learner.sum_gradients(turn == turns)
                 loss.backward()
                 del loss
             sum_partial(model, learner.parameters, world)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path
 
-from penstock.pipeline.config import Config, PretrainedModel
+from penstock.pipeline.config import Config
 from penstock.pipeline.preflight.report import Report
 from penstock.services.runtime.install import install
 from penstock.services.runtime.user_folders import lacks_command, path_with_ours
@@ -28,18 +27,18 @@ def look(config: Config, report: Report) -> None:
         program = next(iter(learner.checkpoint.then_words), "")
         if program and (lacks := lacks_command(program, path_with_ours())):
             report.here.append(f"{name}.checkpoint.then: {lacks}")
+        path = (name == "critic" and config.critic.path) or getattr(config.model, "path", "")
+        if learner.tokens_per_mlp and path:
+            from penstock.services.modeling.load import empty_model
+            from penstock.services.modeling.tiled_mlp import tile_mlps
+
+            with report.collect():
+                tile_mlps(empty_model(path), learner.tokens_per_mlp, f"{name}.tokens_per_mlp")
     if config.with_critic and config.critic.warmup_steps >= config.trainer.counted_steps:
         report.notes.append(
             f"critic.warmup_steps={config.critic.warmup_steps}: the policy stands still in these steps, and there are "
             f"trainer.steps={config.trainer.counted_steps}: the critic alone learns"
         )
-    path = config.model.path if isinstance(config.model, PretrainedModel) else ""
-    if path and config.trainer.freeze and (Path(path) / "config.json").is_file():
-        from penstock.services.modeling.freezing import freeze
-        from penstock.services.modeling.load import empty_model
-
-        with report.collect():
-            freeze(empty_model(path), config.trainer.freeze)
     if config.trainer.weights_on_host and config.weights.transport in ("nccl", "cuda_ipc"):
         report.problems.append(
             f"weights.transport: {config.weights.transport} sends weights that lie on a GPU, and with "

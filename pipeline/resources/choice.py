@@ -24,7 +24,7 @@ from penstock.services.trainer.config import TrainerConfig
 
 SEARCHED = (
     "ranks", "nodes", "replicas", "sequence_parallel", "tensor_parallel", "expert_parallel", "pipeline_parallel",
-    "gradient_checkpointing", "offload", "offload_activations",
+    "gradient_checkpointing", "offload", "offload_activations", "reshard_after",
 )  # fmt: skip
 """Keys of `trainer` that the search chooses."""
 
@@ -206,12 +206,13 @@ def _longest(layout: Layout) -> str:
 
 
 def shape_words(trainer: TrainerConfig) -> str:
-    """``R2 TP4``: the degrees that are not 1."""
+    """``R2 TP4``: the degrees that are not 1; and whether what is gathered stays (ZeRO-2)."""
     degrees = (
         ("R", trainer.replicas), ("SP", trainer.sequence_parallel), ("TP", trainer.tensor_parallel),
         ("EP", trainer.expert_parallel), ("PP", trainer.pipeline_parallel),
     )  # fmt: skip
-    return " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1)
+    kept = ["Z2"] * (trainer.reshard_after != "layer")
+    return " ".join([f"{name}{degree}" for name, degree in degrees if degree > 1] + kept)
 
 
 def memory_words(trainer: TrainerConfig) -> str:

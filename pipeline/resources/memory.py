@@ -247,8 +247,12 @@ def _plan_trainer(config: Config, shape: Shape, found: Plan) -> None:
 def _spared_by(kind: str, learner: LearnerConfig, shape: Shape | None) -> str:
     """What makes a rank smaller and is not done yet, e.g. ``fewer trainer.tokens_per_micro_batch``."""
     words = [f"fewer {kind}.tokens_per_micro_batch"]
+    if learner.reshard_after != "layer":
+        words.insert(0, f"{kind}.reshard_after=layer")
     if shape and shape.longest >= learner.tokens_per_micro_batch:
-        words, twice = ["a shorter rollout.engine.max_length"], 2 * learner.sequence_parallel
+        words[-1], twice = "a shorter rollout.engine.max_length", 2 * learner.sequence_parallel
+        if not learner.tokens_per_mlp and shape.between and learner.gradient_checkpointing != "selective":
+            words.append(f"{kind}.tokens_per_mlp=2048")
         beside = learner.replicas * learner.tensor_parallel * learner.pipeline_parallel
         if shape.packs and shape.deals(twice, learner.tensor_parallel) and not learner.ranks % (twice * beside):
             words.insert(0, f"{kind}.sequence_parallel={twice}")

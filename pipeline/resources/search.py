@@ -288,6 +288,10 @@ def _fastest(
     def try_(trainer: TrainerConfig) -> None:
         seconds = train_s(shape, trainer, load, device)
         heapq.heappush(tried, (seconds * PLAINER ** apart(trainer), next(numbers), seconds, trainer))
+        if trainer.shards > 1 and trainer.reshard_after == "layer":
+            kept = trainer.model_copy(update={"reshard_after": "update"})
+            if train_s(shape, kept, load, device) * PLAINER < seconds:  # ranks wait for what they gather
+                try_(kept)
 
     for trainer in shapes(shape, plain):
         if not trainer.offload:

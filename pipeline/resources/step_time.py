@@ -208,6 +208,9 @@ def _flops(shape: Shape, trainer: TrainerConfig, load: Load, forward: float) -> 
     if trainer.gradient_checkpointing == "selective":  # of a mixture, the experts are computed again
         tokens = load.tokens + load.prompts(shape, trainer.tokens_per_micro_batch)
         again = SELECTIVE_SHARE + 2 * shape.mixtures * shape.chosen * shape.expert * tokens / forward
+    if trainer.tokens_per_mlp:
+        tokens = load.tokens + load.prompts(shape, trainer.tokens_per_micro_batch)
+        again += 2 * shape.layers * shape.between * tokens / forward
     return forward * (1 + again) + backward_flops(forward, trainer.lora is not None)
 
 
@@ -224,14 +227,15 @@ def _learned(shape: Shape, trainer: TrainerConfig) -> float:
 
 
 def _gathered(shape: Shape, trainer: TrainerConfig, passes: float, sums: float) -> float:
-    """Bytes that a rank sends of the model: in each micro-batch layers in bf16, twice; in each sum gradients in
-    fp32."""
+    """Bytes that a rank sends of the model: layers in bf16, twice in each micro-batch, or once in that, or in an
+    update; in each sum gradients in fp32."""
     shards = trainer.shards
     experts = shape.mixtures * shape.experts * shape.expert
     own = experts / trainer.expert_parallel
     model = (shape.parameters - experts) / trainer.tensor_parallel
     sent = model * (1 - 1 / shards) + own * (1 - trainer.expert_parallel / shards)
-    return 4 * (passes + sums) * sent
+    times = {"layer": 2 * passes, "micro_batch": passes, "update": trainer.updates}[trainer.reshard_after]
+    return (2 * times + 4 * sums) * sent
 
 
 def _replicated(shape: Shape, trainer: TrainerConfig) -> float:

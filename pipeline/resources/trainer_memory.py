@@ -78,14 +78,17 @@ def _parts(
     coded = coded_matrices(shape, lora)
     in_codes = sum(matrix.numbers for matrix in coded)  # of a layer
     codes = FOUR_BIT_BYTES * shape.layers * in_codes
+    # Of the layers, what is gathered at once: one, and another on its way; or all.
+    several = 2 * layer if trainer.reshard_after == "layer" else whole - shape.ends
     if lora:
         layer -= in_codes  # neither cut nor gathered: made anew, one by one
-        ends, layers = wide * shape.ends, 2.0 * wide * layer
+        several -= in_codes * (2 if trainer.reshard_after == "layer" else shape.layers)
+        ends, layers = wide * shape.ends, wide * several
         # While they are gathered, and the first layer behind them: as they come, and as they are put together.
         sums = 2.0 * wide * (shape.ends + layer)
     else:
         ends = wide * (shape.ends + shape.head)  # gathered, with the head's gradient
-        layers = (2 * wide + 4) * layer  # one gathered, one on its way, one's gradient in fp32
+        layers = wide * several + 4 * layer  # and one's gradient in fp32
         sums = (wide + 4) * shape.ends
         if trainer.replicas > 1:  # each layer's part is kept beside its gradient until all replicas' are summed
             sums += 4 * (cut - shape.ends / shards)
@@ -195,21 +198,29 @@ def activations(shape: Shape, trainer: TrainerConfig, in_flight: int = 1) -> tup
         inner += number * _state_numbers(shape.linear)
     if trainer.algorithm.router_balance:  # what routers say is kept of all layers
         inner += number * shape.experts * shape.mixtures
+    tiles = min(1.0, trainer.tokens_per_mlp / tokens) if trainer.tokens_per_mlp else 1.0
     if shape.experts:
-        inner += number * (shape.chosen * (2 * shape.hidden + 6 * shape.intermediate) + 5 * shape.beside)
+        inner += number * (shape.chosen * (2 * shape.hidden + 6 * shape.intermediate) + 5 * tiles * shape.beside)
     else:
-        inner += number * 5 * shape.intermediate / tensor
+        inner += number * 5 * tiles * shape.intermediate / tensor
+    if tiles < 1:  # put together of tiles: what they give, its gradient, and those of the matrices, also of one tile's
+        inner += 2 * number * shape.hidden
+        inner += (4 + shape.learned_bytes) * shape.between / tensor * (trainer.lora is None)
     if not trainer.gradient_checkpointing:
-        kept = number * _saved(shape, tensor) * (shape.layers - 1 / in_flight)
+        kept = number * _saved(shape, tensor, tiles < 1) * (shape.layers - 1 / in_flight)
     elif trainer.gradient_checkpointing == "selective":  # and what the matrices gave
-        kept += number * shape.layers * sum(each.share * each.outputs for each in shape.matrices.values()) / tensor
+        products = [*shape.matrices.values()]
+        if lora := trainer.lora:  # a product of its own beside each
+            products += shape.adapted(lora.targets, lora.exclude)
+        kept += number * shape.layers * sum(each.share * each.outputs for each in products) / tensor
     return kept * in_flight, inner
 
 
-def _saved(shape: Shape, tensor: int) -> float:
+def _saved(shape: Shape, tensor: int, tiled: bool) -> float:
     """Numbers of 16 bits that a layer keeps of each token for its backward: two norms (each its input in fp32, what it
     makes of that, and the result), queries, keys, values and what attention gives, and four of the feed-forward part
-    (gate, its activation, up, their product), of each expert that the token went to."""
+    (gate, its activation, up, their product), of each expert that the token went to; none of these where it is
+    ``tiled``, but of experts."""
     heads = (shape.heads + shape.kv_heads) * shape.head_dim
     attention: float = 2 * heads + (3 * heads if shape.norms_heads else 0)
     attention += 3 * shape.heads * shape.head_dim if shape.gated else 0
@@ -217,9 +228,10 @@ def _saved(shape: Shape, tensor: int) -> float:
         attention = shape.attending * attention + (1 - shape.attending) * _state_numbers(shape.linear)
     if shape.experts:
         plain = shape.dense / shape.layers
-        each = shape.chosen * (2 * shape.hidden + 4 * shape.intermediate) + 4 * shape.beside
-        return 8 * shape.hidden + attention / tensor + (1 - plain) * each + plain * 4 * shape.dense_inner
-    return 8 * shape.hidden + (attention + 4 * shape.intermediate) / tensor
+        beside, dense = (0, 0) if tiled else (4 * shape.beside, 4 * shape.dense_inner)
+        each = shape.chosen * (2 * shape.hidden + 4 * shape.intermediate) + beside
+        return 8 * shape.hidden + attention / tensor + (1 - plain) * each + plain * dense
+    return 8 * shape.hidden + (attention + 4 * shape.intermediate * (not tiled)) / tensor
 
 
 def _state_numbers(linear: Linear) -> float:

@@ -32,6 +32,8 @@ def shapes(shape: Shape, plain: TrainerConfig) -> Iterator[TrainerConfig]:
         ):
             if offload_activations and (tensor > 1 or checkpointing is not True):
                 continue
+            if plain.tokens_per_mlp and checkpointing == "selective":
+                continue
             yield plain.model_copy(
                 update={
                     "replicas": replicas,
@@ -42,6 +44,7 @@ def shapes(shape: Shape, plain: TrainerConfig) -> Iterator[TrainerConfig]:
                     "gradient_checkpointing": checkpointing,
                     "offload": offload,
                     "offload_activations": offload_activations,
+                    "reshard_after": "layer",
                 }
             )
 
@@ -58,5 +61,7 @@ def apart(trainer: TrainerConfig) -> int:
         trainer.replicas, trainer.sequence_parallel, trainer.tensor_parallel, trainer.expert_parallel,
         trainer.pipeline_parallel,
     )  # fmt: skip
-    used = (trainer.gradient_checkpointing, trainer.offload, trainer.offload_activations)
+    used = (
+        trainer.gradient_checkpointing, trainer.offload, trainer.offload_activations, trainer.reshard_after != "layer",
+    )  # fmt: skip
     return sum(degree > 1 for degree in degrees) + sum(map(bool, used))

@@ -122,7 +122,7 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
         f"roofline estimates at {FLOPS_SHARE:.0%} of the peak FLOPs, {BANDWIDTH_SHARE:.0%} of the memory's bandwidth "
         f"and {LINK_SHARE:.0%} of what connects GPUs, for comparing layouts: not measured. "
         "Shape: replicas (R), sequence (SP), tensor (TP), expert (EP) "
-        "and pipeline parallelism (PP). "
+        "and pipeline parallelism (PP); what is gathered of the model stays for an update (Z2: reshard_after=update). "
         "Spares: memory, by computing again what a layer gave (ckpt: gradient_checkpointing=true) or part of it (part: "
         "selective), and by keeping the optimizer's means (opt: offload=optimizer), weights too (host: offload=true), "
         "or activations (act: offload_activations) on the host. GiB of a rank. Rollouts: "

@@ -16,7 +16,7 @@ from penstock.services.learning.config import Penalties
 from penstock.services.learning.constraints import with_known_costs
 from penstock.services.learning.token_returns import gae
 from penstock.services.learning.token_rewards import token_rewards
-from penstock.services.modeling.parallel.fsdp import forward_values, sum_gradients
+from penstock.services.modeling.parallel.fsdp import forward_values
 from penstock.services.modeling.parallel.world import World
 
 
@@ -69,7 +69,7 @@ class CriticLearner(StepLearner):
             wanted, before = (x[index, 1 : width + 1].to(values) for x in (returns, old))
             losses, clipped = value_loss(values, before, wanted, self._config.clip)
             loss = counts_once * (losses * rows.mask).sum() / tokens
-            sum_gradients(self.model, not self.sums_once, turn == len(plan))
+            self.sum_gradients(turn == len(plan))
             loss.backward()
             mine = torch.stack([loss.detach().double(), counts_once * (clipped & rows.mask).sum().double()])
             sums = mine if sums is None else sums + mine

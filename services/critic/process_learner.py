@@ -12,7 +12,7 @@ from penstock.protocols.columns import PROCESS, REFERENCE
 from penstock.services.critic.config import CriticConfig
 from penstock.services.critic.step_learner import StepLearner
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.modeling.parallel.fsdp import forward, sum_gradients
+from penstock.services.modeling.parallel.fsdp import forward
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.pinned import to_device
 
@@ -63,7 +63,7 @@ class ProcessLearner(StepLearner):
             worth = self._config.beta * ((said - rows.column(reference)) * rows.mask).sum(-1)
             index = to_device(torch.tensor(rows.index), self.device)
             loss = binary_cross_entropy_with_logits(worth, right[index], weights[index], reduction="sum") * counts_once
-            sum_gradients(self.model, not self.sums_once, turn == len(plan))
+            self.sum_gradients(turn == len(plan))
             loss.backward()
             total += loss.detach()
         return self.world.sum([float(total)])[0]

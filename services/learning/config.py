@@ -176,11 +176,21 @@ class LearnerConfig(Section):
     """Updates in an epoch, e.g. ``4``: the step's groups are dealt into so many parts, each an optimizer step."""
     tokens_per_micro_batch: int = Field(8192, ge=1)
     """Tokens of one forward and backward pass, padding included; fewer need less memory, the result is the same."""
+    tokens_per_mlp: int | None = Field(None, ge=1)
+    """Tokens that each layer's feed-forward part (MLP) computes at once, e.g. ``2048``: what it has between its
+    matrices is there of those alone, and computed again in the backward, for about a fifth more time. For long rows. A
+    mixture's experts compute what comes. null: all of a micro-batch."""
     sum_gradients: Literal["auto", "micro_batch", "step"] = "auto"
     """When several ranks sum their gradients, or one brings its own to the host (`offload: true`): after each
     ``micro_batch``, which needs the least memory; or once a ``step``, for which each rank keeps the gradient of the
     whole model in fp32 (4 bytes a parameter). ``auto``: once a step where that takes at most a fifth of the memory that
     is free, but never with `run.deterministic`. The result is the same, up to rounding."""
+    reshard_after: Literal["layer", "micro_batch", "update"] = "layer"
+    """When ranks let go of the parameters that they have gathered of each layer (or cast, where there is one rank):
+    behind the ``layer``, which needs the least memory, and gathers it twice for each micro-batch (ZeRO-3); behind the
+    ``micro_batch``, so that its backward finds what its forward has gathered (ZeRO-2); or once an ``update``, so that
+    all its micro-batches do. The latter two hold the whole model on each rank, in 16 bits with `model.dtype` bfloat16,
+    and pay where ranks wait for their link; see docs/memory.md. The result is the same."""
     gradient_checkpointing: bool | Literal["selective"] = False
     """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time.
     ``selective``: what matrices and attention gave is kept, and only what is cheap is computed again."""
@@ -241,6 +251,11 @@ class LearnerConfig(Section):
             raise ValueError(
                 f"{what}: what ranks of tensor_parallel share must lie where they compute; set one of the two to its "
                 f"default{', or offload to optimizer' * self.weights_on_host}"
+            )
+        if self.tokens_per_mlp and self.gradient_checkpointing == "selective":
+            raise ValueError(
+                "tokens_per_mlp: selective keeps what matrices gave, those of feed-forward parts too; set "
+                "gradient_checkpointing to true or false, or leave tokens_per_mlp out"
             )
         if self.means_on_host and self.optimizer.moments == "8bit":
             raise ValueError(

@@ -28,7 +28,13 @@ from penstock.services.modeling.four_bit import FourBitLinear
 from penstock.services.modeling.logprobs import layout_of
 from penstock.services.modeling.lora import Adapted
 from penstock.services.modeling.packing import Pass, Rows, plan_passes
-from penstock.services.modeling.parallel.fsdp import clip_gradients, forget_backward, reshard
+from penstock.services.modeling.parallel.fsdp import (
+    clip_gradients,
+    forget_backward,
+    keep_gathered,
+    reshard,
+    sum_gradients,
+)
 from penstock.services.modeling.parallel.gathered import Gathered
 from penstock.services.modeling.parallel.stages import Stage, ahead
 from penstock.services.modeling.parallel.tensor import Turned, is_turned, sum_partial
@@ -36,6 +42,7 @@ from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.resting import Resting
 from penstock.services.modeling.routing import mixture_of
 from penstock.services.modeling.sight import resting_sight
+from penstock.services.modeling.tiled_mlp import tile_mlps
 from penstock.services.runtime import allowance
 
 log = structlog.get_logger()
@@ -98,6 +105,10 @@ class ModelLearner:
         if config.gradient_checkpointing:
             how = {"context_fn": keep_products} if config.gradient_checkpointing == "selective" else {}
             model.gradient_checkpointing_enable({"use_reentrant": False, **how})  # a frozen model's inputs need none
+        if config.tokens_per_mlp:
+            tile_mlps(model, config.tokens_per_mlp, f"{self.SECTION}.tokens_per_mlp")
+        if config.reshard_after != "layer":
+            keep_gathered(model)
         may_shrink = config.halve_micro_batches and self.world.size == 1
         self.micro_batches = MicroBatches(config.tokens_per_micro_batch, may_shrink, self.SECTION, self.device)
         self._said = False
@@ -176,6 +187,11 @@ class ModelLearner:
             for index in mine:
                 every[..., ends[index] - found[index].shape[-1] : ends[index]] = found[index]
         return np.split(self.world.add(torch.from_numpy(every)).numpy(), ends[:-1], axis=-1)
+
+    def sum_gradients(self, last: bool) -> None:
+        """Before the backward of a micro-batch, the ``last`` of its update or not: whether ranks sum gradients in it,
+        and what they keep behind it."""
+        sum_gradients(self.model, not self.sums_once, last, self._learning.reshard_after == "update")
 
     def give_up_update(self) -> None:
         """Forgets the gradient, also of a backward that was broken off."""

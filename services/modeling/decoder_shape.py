@@ -140,6 +140,11 @@ class Shape:
         """Parameters of a layer that every token meets, less the router's; on average."""
         return sum(matrix.numbers for matrix in self.matrices.values())
 
+    @cached_property
+    def between(self) -> float:
+        """Of these, those of its feed-forward part."""
+        return sum(matrix.numbers for matrix in self.matrices.values() if matrix.within.startswith("mlp"))
+
     @property
     def router(self) -> int:
         """Parameters of what chooses a token's experts."""

@@ -33,7 +33,7 @@ from penstock.services.learning.model_learner import ModelLearner, mean_metrics,
 from penstock.services.learning.token_rewards import token_rewards
 from penstock.services.modeling.lengths import positions_of
 from penstock.services.modeling.packing import Pass, Rows
-from penstock.services.modeling.parallel.fsdp import forward, forward_statistics, sum_gradients
+from penstock.services.modeling.parallel.fsdp import forward, forward_statistics
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.pinned import to_device
 from penstock.services.modeling.routing import Replay
@@ -233,7 +233,7 @@ class Learner(ModelLearner):
         mismatch, by_lag = Mismatch(), ByLag(oldest, self.algorithm.clips_tokens)
         for turn, (counts_once, (rows, part)) in enumerate(zip(counts, self.early(parts()), strict=True), 1):
             loss, found = self.algorithm.loss(part, totals, mean_weight)
-            sum_gradients(self.model, not self.sums_once, turn == len(plan))
+            self.sum_gradients(turn == len(plan))
             self.algorithm.backward(loss * counts_once)
             if counts_once:
                 total += loss.detach()

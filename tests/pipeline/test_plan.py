@@ -75,6 +75,10 @@ def test_parameters_are_those_of_the_real_models() -> None:
          ("8b", "trainer.ranks=8 trainer.tokens_per_micro_batch=64 trainer.optimizer.type=muon"),
          ("3b", "trainer.ranks=4 trainer.sum_gradients=step model.head_dtype=float32"),
          ("0.5b", "trainer.lora.targets=[q_proj,v_proj]"),
+         ("8b", "trainer.ranks=8 trainer.lora.rank=32 trainer.gradient_checkpointing=selective "
+                "trainer.reshard_after=update"),
+         ("8b", "trainer.ranks=8 trainer.reshard_after=update trainer.gradient_checkpointing=true "
+                "trainer.tokens_per_mlp=2048 trainer.tokens_per_micro_batch=32768"),
          ("8b", "trainer.ranks=16 trainer.replicas=2 trainer.sequence_parallel=2"), ("30b-a3b", ""),
          ("8b", "trainer.ranks=8 trainer.pipeline_parallel=4 trainer.gradient_checkpointing=selective")))],
 )  # fmt: skip

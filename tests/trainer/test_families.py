@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from penstock.services.modeling.parallel import start
 from penstock.services.modeling.parallel.fsdp import check_shares_rows
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.tiled_mlp import tile_mlps
 from penstock.services.modeling.towers import towers
 from penstock.services.modeling.version_weights import weight_names
 from penstock.services.rollout.engines.base import EngineError, refuse_partial
@@ -142,6 +144,8 @@ def test_nobody_goes_on_from_codes_in_the_place_of_weights(method: str, tmp_path
 
 WHOLE = {"minimax_m2", "falcon_h1"}
 """Of which each rank reads all on its host."""
+UNTILED = {"qwen3_moe", "gpt_oss", "minimax_m2", "olmoe", "nemotron_h", "opt", "gpt2", "qwen3_vl_moe_text"}
+"""Of which feed-forward parts are experts alone, or are called otherwise than others'."""
 RENAMED = {
     "gemma3",
     "mistral3",
@@ -174,7 +178,7 @@ def _as_published(learned: Any) -> dict[str, torch.Tensor]:
 
 def _learns(learned: Any, own: Any) -> None:
     """Log-probabilities are those of the family's own code, sequence by sequence, however rows lie; and gradients those
-    of separate rows. Leaves them."""
+    of separate rows, with feed-forward parts in tiles too. Leaves them."""
     random = np.random.default_rng(0)
     groups = [make_group(random, number, 3) for number in range(2)]
     found = [t for group in groups for t in group.trajectories]
@@ -182,6 +186,10 @@ def _learns(learned: Any, own: Any) -> None:
     apart, packed, *masked = (
         _gradients(learned, own, found, numbers, layout) for layout in ("apart", "packed", layout_of(learned))
     )
+    untiled = learned.config.get_text_config().model_type in UNTILED
+    with pytest.raises(SetupError, match="key: .* has no feed-forward part") if untiled else nullcontext():
+        tile_mlps(learned, 8, "key")
+        masked.append(_gradients(learned, own, found, numbers, layout_of(learned)))
     for shared in (packed, *masked):
         for name, gradient in apart.items():
             gap = float((shared[name] - gradient).norm())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.pipeline.bench.fake_memory import Memory
 from penstock.services.learning import out_of_memory
 from penstock.services.learning.out_of_memory import DoesNotFit
 from penstock.services.modeling.packing import Rows
@@ -16,6 +17,7 @@ from penstock.services.modeling.parallel.fsdp import full
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.resting import Resting
+from penstock.services.modeling.tiled_mlp import tile_mlps
 from penstock.services.trainer import learner as module
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
@@ -50,6 +52,26 @@ def test_selective_checkpointing_computes_no_product_again() -> None:
     (none, loss), (some, second), (every, third) = products(False), products("selective"), products(True)
     assert none == some < every, "a full one computes each product twice"
     assert loss == second == third
+
+
+def test_feed_forward_parts_in_tiles_have_less_at_once() -> None:
+    rows = torch.arange(4096)[None] % 51
+
+    def cost(tokens: int | None) -> tuple[int, int, list[torch.Tensor]]:
+        model = a_model(intermediate_size=512, max_position_embeddings=8192)
+        if tokens:
+            tile_mlps(model, tokens, "trainer.tokens_per_mlp")
+        memory, mlp = Memory(), model.model.layers[0].mlp
+        hidden = model.model.embed_tokens(rows).detach().requires_grad_()
+        with memory, Products() as counted:
+            mlp(hidden).square().sum().backward()
+        assert hidden.grad is not None
+        return memory.peak, counted.count, [hidden.grad, *(p.grad for p in mlp.parameters() if p.grad is not None)]
+
+    (whole, products, wanted), (tiled, more, found) = cost(None), cost(256)
+    assert tiled < whole / 4 and more == products // 9 * (16 * 12), "of 16 tiles the forward is computed twice"
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 class Small:

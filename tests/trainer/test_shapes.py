@@ -19,7 +19,7 @@ SEES = {"model": "qwen3_vl", "shows": True}
 MUON = {"type": "muon", "lr": 1e-2, "weight_decay": 0.1}
 SHAPES: dict[str, dict[str, Any]] = {
     "two replicas of two shards": {"ranks": 4, "replicas": 2},
-    "tensor parallel": {"ranks": 2, "tensor_parallel": 2},
+    "tensor parallel, feed-forward parts in tiles": {"ranks": 2, "tensor_parallel": 2, "tokens_per_mlp": 16},
     "two shards, tensor parallel": {"ranks": 4, "tensor_parallel": 2},
     "sequence parallel": {"ranks": 2, "sequence_parallel": 2},
     "experts with biases, sequence parallel, windows and sinks": {
@@ -30,23 +30,28 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "sequence parallel, beyond the heads of keys": {"ranks": 4, "sequence_parallel": 4, "gradient_checkpointing": True},
     "two replicas, sequence parallel, an adapter": {
-        "ranks": 4, "replicas": 2, "sequence_parallel": 2, "lora": {"rank": 3},
+        "ranks": 4, "replicas": 2, "sequence_parallel": 2, "lora": {"rank": 3}, "tokens_per_mlp": 8,
     },
     "sequence and tensor parallel": {"ranks": 4, "sequence_parallel": 2, "tensor_parallel": 2},
-    "whole layers that stand still": {"ranks": 2, "freeze": ["model.embed_tokens.*", "model.layers.0.*", "*_norm.*"]},
+    "whole layers that stand still, gathered for a micro-batch": {
+        "ranks": 2, "freeze": ["model.embed_tokens.*", "model.layers.0.*", "*_norm.*"], "reshard_after": "micro_batch",
+        "tokens_per_mlp": 7,
+    },
     "norms and layers that stand still, tensor parallel": {
         "ranks": 2, "tensor_parallel": 2, "freeze": ["model.layers.0.*", "*.q_norm.*"],
     },
     "a pipeline's layers that stand still, on the host": {
         "ranks": 2, "pipeline_parallel": 2, "offload": True, "freeze": ["model.layers.*.mlp.*"],
     },
-    "selective checkpointing, means on the host": {
-        "ranks": 2, "gradient_checkpointing": "selective", "offload": "optimizer",
+    "selective checkpointing, means on the host, gathered for an update": {
+        "ranks": 2, "gradient_checkpointing": "selective", "offload": "optimizer", "reshard_after": "update",
+        "sum_gradients": "micro_batch",
     },
-    "everything on the host": {
+    "everything on the host but what is gathered": {
         "ranks": 2, "offload": True, "gradient_checkpointing": True, "offload_activations": True,
+        "reshard_after": "update", "tokens_per_mlp": 16,
     },
-    "pipeline": {"ranks": 2, "pipeline_parallel": 2},
+    "pipeline, gathered for an update": {"ranks": 2, "pipeline_parallel": 2, "reshard_after": "update"},
     "pipeline, gradients summed after each micro-batch": {
         "ranks": 2, "pipeline_parallel": 2, "sum_gradients": "micro_batch", "gradient_checkpointing": True,
     },
@@ -85,7 +90,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "experts, an adapter": {"ranks": 2, "expert_parallel": 2, "lora": {"rank": 3}},
     "experts, sequence parallel": {"ranks": 2, "expert_parallel": 2, "sequence_parallel": 2},
-    "two replicas of experts": {"ranks": 4, "replicas": 2, "expert_parallel": 2},
+    "two replicas of experts, gathered for an update": {
+        "ranks": 4, "replicas": 2, "expert_parallel": 2, "reshard_after": "update",
+    },
     "two shards of experts, balanced": {
         "ranks": 4, "expert_parallel": 2, "gradient_checkpointing": True, "algorithm": {"router_balance": 0.1},
     },

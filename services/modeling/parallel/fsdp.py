@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -104,10 +104,20 @@ def forward_values(model: Any, rows: Rows) -> torch.Tensor:
     return own(rows) if own else values(model, rows)
 
 
+def keep_gathered(model: Any) -> None:
+    """What is gathered for a forward stays for the backward that follows, also of the layers."""
+    if isinstance(model, FSDPModule):
+        model.set_reshard_after_forward(False)
+
+
 def reshard(model: Any) -> None:
     """After a forward without a backward: the parameters that were gathered for it are cut again."""
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    for unit in _units(model):
+        unit.reshard()
+
+
+def _units(model: Any) -> Iterator[FSDPModule]:
+    yield from (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def forget_backward(model: Any) -> None:
@@ -116,7 +126,8 @@ def forget_backward(model: Any) -> None:
     if not isinstance(model, FSDPModule):
         return
     model._get_fsdp_state()._root_post_backward_final_callback()
-    for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
+    for unit in _units(model):
+        unit.reshard()
         for group in unit._get_fsdp_state()._fsdp_param_groups:
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
@@ -124,11 +135,13 @@ def forget_backward(model: Any) -> None:
                     parameter._unsharded_param.grad = None
 
 
-def sum_gradients(model: Any, now: bool, last: bool) -> None:
+def sum_gradients(model: Any, now: bool, last: bool, keeps: bool = False) -> None:
     """Whether the coming backward sums gradients over the ranks. Where not, each rank keeps its whole own sum, in fp32,
-    until one that does: the ``last`` of an update at the latest."""
+    until one that does: the ``last`` of an update at the latest. Until that one a model that ``keeps`` what is gathered
+    keeps it for the next forward, too."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now or last)
+        model.set_reshard_after_backward(last or not keeps)
         # A stage has gone forward with other micro-batches already, whose backward is still to come.
         model.set_is_last_backward(last or not hasattr(model, "penstock_stage"))
 
