@@ -23,7 +23,8 @@ class PretrainedModel(Section):
     those of reference, critic, teachers and graders. It runs in every process of the run, with all that you may do:
     read it first. See docs/models.md."""
     dtype: Dtype = "bfloat16"
-    """What rollouts and reference compute in, and what is published; the trainer's master copy is float32."""
+    """What all compute in, and what is published; the trainer's master copy is float32. With ``float16`` losses are
+    scaled, since small gradients would be lost: see docs/engines.md."""
     chat_template: str | None = None
     """How chats are told to the model, in the place of the tokenizer's own template: a file with a template in Jinja,
     e.g. ``chat.jinja``, or the template itself. Checkpoints have it; null: the tokenizer's own."""
@@ -103,7 +104,8 @@ class TinyModel(Section):
     max_length: int = Field(512, ge=8)
     """Longest prompt and response together that the model can read, in tokens; here a token is a character."""
     dtype: Dtype = "float32"
-    """What rollouts and reference compute in, and what is published; the trainer's master copy is float32."""
+    """What all compute in, and what is published; the trainer's master copy is float32. With ``float16`` losses are
+    scaled, since small gradients would be lost: see docs/engines.md."""
     head_dtype: Literal["float32"] | None = None
     """What the head, the last matrix, computes logits in, in trainer, rollouts and reference alike, e.g. ``float32``:
     where `dtype` has 16 bits much of what engine and trainer differ by comes from there (MiniMax 2025, MiniMax-M1,

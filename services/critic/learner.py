@@ -70,7 +70,7 @@ class CriticLearner(StepLearner):
             losses, clipped = value_loss(values, before, wanted, self._config.clip)
             loss = counts_once * (losses * rows.mask).sum() / tokens
             self.sum_gradients(turn == len(plan))
-            loss.backward()
+            (loss * self.loss_scale.value).backward()
             mine = torch.stack([loss.detach().double(), counts_once * (clipped & rows.mask).sum().double()])
             sums = mine if sums is None else sums + mine
         total, clipped_tokens = self.world.sum([0.0, 0.0] if sums is None else sums.tolist())

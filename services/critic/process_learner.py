@@ -64,7 +64,7 @@ class ProcessLearner(StepLearner):
             index = to_device(torch.tensor(rows.index), self.device)
             loss = binary_cross_entropy_with_logits(worth, right[index], weights[index], reduction="sum") * counts_once
             self.sum_gradients(turn == len(plan))
-            loss.backward()
+            (loss * self.loss_scale.value).backward()
             total += loss.detach()
         return self.world.sum([float(total)])[0]
 

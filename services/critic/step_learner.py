@@ -46,11 +46,10 @@ class StepLearner(ModelLearner):
         updates = []
         for rows in mini_batches(step, self._config.epochs, self._config.mini_batches):
             rate = self.begin_update()
-            loss, metrics = self.micro_batches.fitting(
-                "forward or backward pass", partial(accumulate, rows[step.rewarded[rows]]), self.give_up_update
-            )
+            loss, metrics = self.gradient(partial(accumulate, rows[step.rewarded[rows]]))
             ended = self.end_update(loss)
-            metrics |= {"critic_grad_norm": ended["grad_norm"], "critic_skipped": ended["skipped"]}
+            told = [name for name in ("grad_norm", "skipped", "loss_scale") if name in ended]
+            metrics |= {f"critic_{name}": ended[name] for name in told}
             updates.append(metrics | {"critic_loss": loss, "critic_lr": rate})
         self.version += 1
         return mean_metrics(updates)

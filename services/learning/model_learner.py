@@ -16,6 +16,7 @@ from penstock.protocols.experience import Trajectory
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.config import GRADIENT_SHARE, LearnerConfig, OptimizerConfig
 from penstock.services.learning.layer_norms import LayerNorms
+from penstock.services.learning.loss_scale import TRIES, LossScale
 from penstock.services.learning.model_flops import ModelFlops
 from penstock.services.learning.optimizer import make_optimizer, set_rate, stepping
 from penstock.services.learning.out_of_memory import MicroBatches
@@ -87,6 +88,7 @@ class ModelLearner:
         self.world = world or World(next(model.parameters()).device)
         self.device = self.world.device
         """That computes; where they are offloaded, parameters lie on the host."""
+        self.loss_scale = LossScale(self.state, getattr(model, "penstock_half", None) is torch.float16)
         self.memory = PhaseMemory(self.device)
         self.flops = ModelFlops()
         self._resting = Resting(self.device)
@@ -217,6 +219,21 @@ class ModelLearner:
         self.optimizer.zero_grad(set_to_none=True)
         return rate
 
+    def gradient(self, accumulate: Callable[[], tuple[float, T]]) -> tuple[float, T]:
+        """What ``accumulate`` gives, which adds the gradient of an update and says its loss first. It is asked again
+        where that does not fit: the GPU, or fp16."""
+        for tries in range(1, TRIES + 1):
+            found = self.micro_batches.fitting("forward or backward pass", accumulate, self.give_up_update)
+            if not self.loss_scale.used or not math.isfinite(found[0]):
+                break
+            if self.loss_scale.undo(self.parameters.values(), self.world) or tries == TRIES:
+                break
+            log.warning(f"{self.SECTION}: a gradient beyond fp16, computed again", loss_scale=self.loss_scale.value)
+            if self.stage:
+                self.stage.settle()
+            self.give_up_update()
+        return found
+
     def end_update(
         self,
         loss: float,
@@ -240,7 +257,8 @@ class ModelLearner:
                 self.optimizer.step()
             self.gather()
         watched = norms.after() if norms else {}
-        return {"grad_norm": norm, "skipped": float(not finite)} | watched
+        scaled = {"loss_scale": self.loss_scale.value} if self.loss_scale.used else {}
+        return {"grad_norm": norm, "skipped": float(not finite)} | scaled | watched
 
     def rest(self) -> None:
         """Gives its device's memory back: what it holds lies on the host until `wake`, which is to be called before

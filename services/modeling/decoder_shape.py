@@ -266,8 +266,8 @@ class Shape:
 
     @property
     def learned_bytes(self) -> int:
-        """Of a number that a learner computes with: bf16 is all that FSDP casts to."""
-        return 2 if self.dtype == "bfloat16" else 4
+        """Of a number that a learner computes with."""
+        return DTYPE_BYTES[self.dtype]
 
     @property
     def kv_bytes(self) -> int:

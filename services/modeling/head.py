@@ -66,9 +66,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         inputs, weight = ctx.saved_tensors
         (gradient,), multiply = gradients, _product
-        if _widens(inputs, weight) and weight.dtype == torch.bfloat16:
-            # Rounded as it is without this head, and summed in fp32 within a product. In fp16 small ones would be 0.
-            gradient, multiply = gradient.to(torch.bfloat16), torch.mm
+        if _widens(inputs, weight):
+            # Rounded as it is without this head, and summed in fp32 within a product.
+            gradient, multiply = gradient.to(weight.dtype), torch.mm
         of_inputs = multiply(gradient, weight).to(inputs.dtype) if ctx.needs_input_grad[0] else None
         of_weight = multiply(gradient.T, inputs).to(weight.dtype) if ctx.needs_input_grad[1] else None
         return of_inputs, of_weight

@@ -103,10 +103,8 @@ class Learner(ModelLearner):
             rate, bonus = self.begin_update(), bonus_of_update(self._config.algorithm, state)
             self.algorithm.entropy_bonus = bonus
             with self.memory.of("memory/backward"):
-                loss, metrics = self.micro_batches.fitting(
-                    "forward or backward pass",
-                    partial(self.accumulate, step, rows, advantages, proximal, judgements, number == 0),
-                    self.give_up_update,
+                loss, metrics = self.gradient(
+                    partial(self.accumulate, step, rows, advantages, proximal, judgements, number == 0)
                 )
             with self.memory.of("memory/update"):
                 ended = self.end_update(loss, before_update if number == 0 else lambda: None, norms)
@@ -234,7 +232,7 @@ class Learner(ModelLearner):
         for turn, (counts_once, (rows, part)) in enumerate(zip(counts, self.early(parts()), strict=True), 1):
             loss, found = self.algorithm.loss(part, totals, mean_weight)
             self.sum_gradients(turn == len(plan))
-            self.algorithm.backward(loss * counts_once)
+            self.algorithm.backward(loss * (counts_once * self.loss_scale.value))
             if counts_once:
                 total += loss.detach()
                 judged(rows, part)

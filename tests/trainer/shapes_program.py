@@ -1,8 +1,8 @@
 """Run under torchrun by test_shapes.py: a learner of several ranks beside one of a single process, on the same steps,
 the version that each would publish, and a checkpoint taken up in another shape. Arguments: the folder with the models
 to begin with, start/ and, where experts are dealt out, mixture/; what the config says of each shape, by name, as JSON,
-what ``model`` it begins with, whether what it is asked ``shows`` pictures, and whether it is ``bf16`` with the head in
-fp32; and on what device to compute."""
+what ``model`` it begins with, whether what it is asked ``shows`` pictures, and in what ``half`` it computes, with the
+head in fp32; and on what device to compute."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def check(folder: Path, given: dict[str, Any], kind: str) -> None:
-    named, rounds, shows = given.pop("model", None), given.pop("bf16", False), given.pop("shows", False)
+    named, half, shows = given.pop("model", None), given.pop("half", ""), given.pop("shows", False)
     given["algorithm"] = {**COMMON["algorithm"], **given.get("algorithm", {})}  # type: ignore[dict-item]
     config = TrainerConfig.model_validate(COMMON | given)
     kept = ("lora", "freeze", "train_towers", "optimizer", "algorithm")
@@ -88,8 +88,8 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
     world, single = World.of_torchrun(device, Shape.of(config)), World(device)
     mixture = world.shape.expert > 1 and named is None
     start = str(folder.parent / (named or ("mixture" if mixture else "start")))
-    if rounds:
-        check_head(start, config, alone, world, single)
+    if half:
+        check_head(start, half, config, alone, world, single)
         return
 
     def learn(path: str, config: TrainerConfig, world: World) -> Learner:

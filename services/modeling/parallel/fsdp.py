@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from penstock.protocols.cut import rows_of
+from penstock.services.modeling.dtypes import HALVES
 from penstock.services.modeling.families import BOTH_WAYS
 from penstock.services.modeling.load import sees
 from penstock.services.modeling.logprobs import layout_of, statistics
@@ -43,20 +44,22 @@ def shard(model: Any, world: World, dtype: str, offload: bool = False) -> None:
     """Cuts ``model`` in place, as the shape of ``world`` says: each decoder layer a unit, each tower, and what remains.
     Each unit is cast to ``dtype`` as it is gathered, for as long as it is computed with; gradients are summed in fp32.
     A world of one that computes in fp32 has nothing to cut or cast. With ``offload`` what is cut lies on the host."""
-    if world.size == 1 and dtype != "bfloat16" and not offload:
+    half = HALVES.get(dtype)
+    model.penstock_half = half
+    if world.size == 1 and not half and not offload:
         return
     if getattr(decoder_of(model), "layers", None) is None:
         raise SetupError(
             f"model.path: {model.config.model_type} has no list of layers to cut; use trainer.ranks=1 and "
             "model.dtype=float32"
         )
-    cut_stages(model, world, torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+    cut_stages(model, world, half or torch.float32)
     cut_layers(model, world)
     experts = deal_experts(model, world)
     if group := world.sequence_group:
         check_shares_rows(model)
         model.penstock_ulysses = SequenceParallel(dist.get_rank(group), world.shape.sequence, group)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if dtype == "bfloat16" else MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy(half, torch.float32) if half else MixedPrecisionPolicy()
     # The model itself is given ids, masks, and teachers' log-probabilities, which are not to be rounded.
     as_given = replace(policy, cast_forward_inputs=False)
     place = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from penstock.services.modeling import lora
+from penstock.services.modeling.dtypes import HALVES
 from penstock.services.modeling.files_beside import read_beside
 from penstock.services.modeling.four_bit import FourBitLinear
 from penstock.services.modeling.freezing import freeze_all
@@ -78,11 +79,11 @@ def _prepare(
 ) -> None:
     freeze_all(model, frozen, sight_learns)
     if adapter is not None:
-        if dtype == "bfloat16":
+        if half := HALVES.get(dtype):
             whole = {id(parameter) for head in value_heads(model).values() for parameter in head.parameters()}
             for parameter in model.parameters():  # and no buffer: rotations are computed in fp32
                 if id(parameter) not in whole:
-                    parameter.data = parameter.data.to(torch.bfloat16)
+                    parameter.data = parameter.data.to(half)
         lora.inject(model, adapter, path)
 
 
