@@ -60,6 +60,9 @@ class FunctionConfig(Section):
     """Seconds. A call that takes longer is ended, and costs its trajectory the reward, e.g. ``60`` for a
     judge. null: 10; for code_tests 120, which bound all tests of an answer together, as its option `seconds` does
     each."""
+    per_minute: float | None = Field(None, gt=0)
+    """Calls that may begin in a minute, over all `reward.count` processes, e.g. ``300`` for a judge that answers no
+    more; those that wait have not begun, and no deadline yet. null: any number."""
     columns: list[str] = []
     """Other columns that it reads, e.g. ``[reference]``: it is called once they are there, and given each as an
     argument of that name (``reward/exact_match`` as ``reward_exact_match``): the trajectory's number, or a float32
@@ -110,13 +113,14 @@ class FunctionConfig(Section):
             raise ValueError("also: what an environment gave is one number; take it out")
         return self
 
-    def program(self, key: str) -> Program:
-        """For a worker; ``key`` is where it stands in the config."""
+    def program(self, key: str, processes: int = 1) -> Program:
+        """For a worker; ``key`` is where it stands in the config. As many reward ``processes`` share its pace."""
         function = REGISTRY.get(self.function, self.function)
         columns = [name.replace("/", "_") for name in self.columns]
         handler = GROUP_HANDLER if self.whole_group else HANDLER
         timeout_s = self.timeout_s or (TESTS_TIMEOUT_S if self.function == "code_tests" else TIMEOUT_S)
-        return Program(handler, function, key, timeout_s, self.options, columns, list(self.also))
+        pace = self.per_minute / processes if self.per_minute else None
+        return Program(handler, function, key, timeout_s, self.options, columns, list(self.also), pace)
 
     def truth_of(self, truth: Any) -> Any:
         """Its part of a prompt's ``truth`` (`truth_key`); None where that has no such part."""

@@ -37,7 +37,7 @@ class Reward:
         self._functions = {function.column: function for function in config.functions}
         self._written_by = {column: function.column for function in config.functions for column in function.terms}
         programs = {
-            function.column: function.program(f"reward.functions.{index}")
+            function.column: function.program(f"reward.functions.{index}", config.count)
             for index, function in enumerate(config.functions)
             if function.function != ENVIRONMENT
         }

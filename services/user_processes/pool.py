@@ -20,7 +20,7 @@ class WorkerPool:
         self.program = program
         first = WorkerQueue(program, limit, worker=worker)
         count = 1 if first.worker.asynchronous else workers
-        self._queues = [first, *(WorkerQueue(program, limit, first.shared) for _ in range(count - 1))]
+        self._queues = [first, *(WorkerQueue(program, limit, first.shared, pace=first.pace) for _ in range(count - 1))]
         self._open = 0
         self._lock = threading.Lock()
         for each in self._queues:

@@ -22,6 +22,7 @@ from typing import Any
 import structlog
 
 from penstock.services.user_processes.frames import NOBODY
+from penstock.services.user_processes.pace import Pace
 from penstock.services.user_processes.worker import START_S, Call, Program, ProgramError, Worker, WorkerGone
 
 log = structlog.get_logger()
@@ -46,11 +47,14 @@ class WorkerQueue:
         limit: int,
         waiting: queue.SimpleQueue[Call] | None = None,
         worker: Worker | None = None,
+        pace: Pace | None = None,
     ) -> None:
-        """``waiting``: what waits, where that is shared; ``worker``: one that has begun to load the program."""
+        """``waiting``: what waits, where that is shared; ``worker``: one that has begun to load the program;
+        ``pace``: how fast calls may begin, likewise."""
         self.program = program
         self.restarts = 0
         self._waiting = waiting or queue.SimpleQueue[Call]()
+        self.pace = pace or Pace(program.per_minute)
         self._again: deque[Call] = deque()
         self._under_way: dict[int, Call] = {}
         """In the order in which they were sent."""
@@ -168,7 +172,7 @@ class WorkerQueue:
 
     def _send_waiting(self) -> None:
         sending: dict[int, Call] = {}
-        while len(self._under_way) < self._limit and (call := self._take()):
+        while len(self._under_way) < self._limit and self._may_begin() and (call := self._take()):
             self._next += 1
             self._under_way[self._next] = sending[self._next] = call
             if self.worker.asynchronous:
@@ -178,6 +182,9 @@ class WorkerQueue:
                 call.deadline = self._answered_at + self.program.timeout_s
         if sending:
             self.worker.send(sending, next(iter(self._under_way.values())).deadline)
+
+    def _may_begin(self) -> bool:
+        return bool(self._again or not self._waiting.empty()) and self.pace.begin()
 
     def _take(self) -> Call | None:
         if self._again:
@@ -205,9 +212,13 @@ class WorkerQueue:
                 break
 
     def _patience(self) -> float | None:
-        """Seconds until a call is late; None where none is under way. Calls are sent in the order of deadlines."""
+        """Seconds until a call is late, or one that waits may begin; None where neither is to come. Calls are sent in
+        the order of deadlines."""
         first = next(iter(self._under_way.values()), None)
-        return max(0.0, first.deadline - time.monotonic()) if first else None
+        waits = [max(0.0, first.deadline - time.monotonic())] if first else []
+        if len(self._under_way) < self._limit and (wait_s := self.pace.wait_s()):
+            waits.append(wait_s)
+        return min(waits, default=None)
 
     def _check_deadline(self) -> None:
         first = next(iter(self._under_way.values()), None)

@@ -51,6 +51,8 @@ class Program:
     """What it may ask for beside what every call is offered."""
     also: list[str] = field(default_factory=list)
     """Names of the numbers that it returns beside its first."""
+    per_minute: float | None = None
+    """Calls that may begin in a minute; None: any number."""
 
 
 @dataclass(slots=True)

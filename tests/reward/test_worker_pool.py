@@ -137,6 +137,16 @@ def test_async_calls_run_together_each_with_its_own_timeout() -> None:
     assert time.monotonic() - started < 10  # one after the other they would take 90
 
 
+@pytest.mark.parametrize("kind", ["good", "slow"])
+def test_calls_begin_at_the_pace_that_is_given(kind: str) -> None:
+    """What waits for that has not begun, and so is not late."""
+    function = FunctionConfig(function=f"{HERE}:{kind}", per_minute=600, timeout_s=0.8)
+    began = time.monotonic()
+    assert score(function, ["t"] * 22, workers=3) == [1.0] * 22
+    assert time.monotonic() - began > 1.15, "ten at once, then one each tenth of a second"
+    assert function.program("reward.functions.0", 2).per_minute == 300, "of two processes each begins half"
+
+
 def test_a_late_call_begins_while_others_wait() -> None:
     pool = WorkerPool(FunctionConfig(function=f"{HERE}:slow", timeout_s=20.0).program("reward.functions.0"), 1, 512)
     first = pool.submit(Call(offered("hang")))
