@@ -1,4 +1,4 @@
-"""Judges that reward functions ask: whether somebody listens where they are."""
+"""Servers that reward functions ask: whether somebody listens where they are."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from penstock.services.reward.config import FunctionConfig
 
 CONNECT_S = 2.0
 PORTS = {"http": 80, "https": 443}
+ASKED = {"judge": "judge", "sandbox_tests": "sandbox"}
+"""By the function that asks it."""
 
 
 def nobody_at(function: FunctionConfig, key: str) -> str:
-    """Why the function at ``key`` of a config has no judge to ask; empty: it has, or asks none, or only by a proxy, or
+    """Why the function at ``key`` of a config has no server to ask; empty: it has, or asks none, or only by a proxy, or
     is not to be tried."""
     url = str(function.options.get("url", ""))
-    if function.function != "judge" or not function.trial or not url:
+    if function.function not in ASKED or not function.trial or not url:
         return ""
     try:
         parts = urlsplit(url)
@@ -25,8 +27,9 @@ def nobody_at(function: FunctionConfig, key: str) -> str:
             return ""
         socket.create_connection((host, port), CONNECT_S).close()
     except (OSError, ValueError, KeyError) as error:
+        who = ASKED[function.function]
         return (
-            f"{key}.options.url: no judge listens at {url} ({error}); start it, or let the run do so (programs, with "
+            f"{key}.options.url: no {who} listens at {url} ({error}); start it, or let the run do so (programs, with "
             f"ready), or set {key}.trial=false"
         )
     return ""

@@ -48,8 +48,9 @@ class StepLearner(ModelLearner):
             rate = self.begin_update()
             loss, metrics = self.gradient(partial(accumulate, rows[step.rewarded[rows]]))
             ended = self.end_update(loss)
-            told = [name for name in ("grad_norm", "skipped", "loss_scale") if name in ended]
-            metrics |= {f"critic_{name}": ended[name] for name in told}
+            metrics |= {"critic_grad_norm": ended["grad_norm"], "critic_skipped": ended["skipped"]}
+            if "loss_scale" in ended:
+                metrics["critic_loss_scale"] = ended["loss_scale"]
             updates.append(metrics | {"critic_loss": loss, "critic_lr": rate})
         self.version += 1
         return mean_metrics(updates)

@@ -14,12 +14,14 @@ from penstock.services.user_processes.worker import Program
 
 _NAMES = (
     "choice", "code_tests", "exact_match", "f1", "judge", "length", "math_verify", "number", "overlong",
-    "reasoning_gym", "regex", "repetition",
+    "reasoning_gym", "regex", "repetition", "sandbox_tests",
 )  # fmt: skip
 REGISTRY = {name: f"penstock.services.reward.functions.{name}:{name}" for name in _NAMES}
 """Reward functions by name."""
-COMPARING = {"choice", "code_tests", "exact_match", "f1", "math_verify", "number", "reasoning_gym"}
+COMPARING = {"choice", "code_tests", "exact_match", "f1", "math_verify", "number", "reasoning_gym", "sandbox_tests"}
 """Those that compare an answer with the truth."""
+TESTING = {"code_tests", "sandbox_tests"}
+"""Those that run an answer's program."""
 OF_FORM = {"judge", "regex", "repetition"}
 """Those that judge all that the policy has said."""
 ENVIRONMENT = "environment"
@@ -41,8 +43,8 @@ class FunctionConfig(Section):
 
     function: str = "exact_match"
     """A name of the registry (choice, code_tests, exact_match, f1, judge, length, math_verify, number, overlong,
-    reasoning_gym, regex, repetition; see docs/scoring.md), ``environment`` for what `rollout.environment` gave, or
-    ``module:function`` of your own, e.g. ``my_rewards:judge``."""
+    reasoning_gym, regex, repetition, sandbox_tests; see docs/scoring.md), ``environment`` for what
+    `rollout.environment` gave, or ``module:function`` of your own, e.g. ``my_rewards:judge``."""
     name: _Name | None = None
     """What it is called in metrics and report: its column is ``reward/NAME``. null: the function's own name. Two
     entries with one function need names, e.g. ``strict``."""
@@ -58,8 +60,8 @@ class FunctionConfig(Section):
     that are asked for its source. Empty: for all."""
     timeout_s: float | None = Field(None, gt=0)
     """Seconds. A call that takes longer is ended, and costs its trajectory the reward, e.g. ``60`` for a
-    judge. null: 10; for code_tests 120, which bound all tests of an answer together, as its option `seconds` does
-    each."""
+    judge. null: 10; for code_tests and sandbox_tests 120, which bound all tests of an answer together, as their option
+    `seconds` does each."""
     per_minute: float | None = Field(None, gt=0)
     """Calls that may begin in a minute, over all `reward.count` processes, e.g. ``300`` for a judge that answers no
     more; those that wait have not begun, and no deadline yet. null: any number."""
@@ -118,7 +120,7 @@ class FunctionConfig(Section):
         function = REGISTRY.get(self.function, self.function)
         columns = [name.replace("/", "_") for name in self.columns]
         handler = GROUP_HANDLER if self.whole_group else HANDLER
-        timeout_s = self.timeout_s or (TESTS_TIMEOUT_S if self.function == "code_tests" else TIMEOUT_S)
+        timeout_s = self.timeout_s or (TESTS_TIMEOUT_S if self.function in TESTING else TIMEOUT_S)
         pace = self.per_minute / processes if self.per_minute else None
         return Program(handler, function, key, timeout_s, self.options, columns, list(self.also), pace)
 

@@ -112,10 +112,10 @@ def test_misbehaving_rewards_cost_their_own_trajectories_and_are_named(tmp_path:
     assert kinds.keys() >= {"raised ValueError", "returned nan", "returned list, not a number", "timed out"}, kinds
     assert any(kind.startswith("crashed") for kind in kinds)
     graded = summary["reward_failures"]["reward/judge"]
-    assert graded.keys() >= {"raised JudgeError", "timed out"}, graded
+    assert graded.keys() >= {"raised AskingError", "timed out"}, graded
     assert all(total <= 12 for total in kinds.values()), "nobody pays for another"
     page = (run.folder / "report.html").read_text()
-    assert "moody" in page and "timed out" in page and "JudgeError" in page
+    assert "moody" in page and "timed out" in page and "AskingError" in page
     rows = steps_of(run.folder)
     assert 0 < sum(row["reward_missing"] for row in rows) <= summary["rewards_failed"]
 

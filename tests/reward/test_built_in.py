@@ -13,9 +13,11 @@ from typing import Any, ClassVar
 
 import pytest
 
+from penstock.services.reward import asking
+from penstock.services.reward.asking import AskingError
 from penstock.services.reward.functions import judge as judging
 from penstock.services.reward.functions.exact_match import exact_match
-from penstock.services.reward.functions.judge import JudgeError, judge
+from penstock.services.reward.functions.judge import judge
 from penstock.services.reward.functions.math_verify import math_verify
 from penstock.services.reward.functions.number import number
 from penstock.services.reward.functions.overlong import overlong
@@ -158,14 +160,14 @@ class Server(BaseHTTPRequestHandler):
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(judging, "FIRST_WAIT_S", 0.05)
-    judging._grades.clear(), judging._client.cache_clear(), Server.asked.clear()
+    monkeypatch.setattr(asking, "FIRST_WAIT_S", 0.05)
+    judging._grades.clear(), asking._client.cache_clear(), Server.asked.clear()
     yield f"http://127.0.0.1:{server.server_port}/v1"
     server.shutdown()
 
 
 def ask(url: str, response: str, *script: tuple[int, str]) -> float:
-    judging._client.cache_clear()  # a client belongs to one event loop
+    asking._client.cache_clear()  # a client belongs to one event loop
     Server.script[:] = script
     return asyncio.run(judge(response, "1 + 1?", "2", url=url, model="m"))
 
@@ -255,14 +257,14 @@ def test_who_waits_for_anothers_question_has_its_error_too(url: str) -> None:
         calls = [judge("2", "1 + 1?", "2", url=url, model="m") for _ in range(2)]
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    assert all(isinstance(error, JudgeError) for error in asyncio.run(two()))
+    assert all(isinstance(error, AskingError) for error in asyncio.run(two()))
 
 
 def test_a_judge_says_how_long_to_wait_and_keeps_few_connections(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judging, "LONGEST_WAIT_S", 0.1)
+    monkeypatch.setattr(asking, "LONGEST_WAIT_S", 0.1)
     assert ask(url, "2", (429, "later"), (200, "grade: 8")) == 0.8
     assert Server.asked[1] - Server.asked[0] >= 0.9, "it asked for a second"
-    assert judging._client()._transport._pool._max_keepalive_connections == judging.KEPT_CONNECTIONS
+    assert asking._client()._transport._pool._max_keepalive_connections == asking.KEPT_CONNECTIONS
 
 
 def test_a_judge_says_until_when_to_wait(url: str) -> None:
@@ -291,5 +293,5 @@ CUT_OFF = '{"choices": [{"message": {"content": "Of 7 steps, 3"}, "finish_reason
     ],
 )
 def test_a_judge_that_gives_no_grade_is_named(url: str, script: list[tuple[int, str]], said: str) -> None:
-    with pytest.raises(JudgeError, match=said):
+    with pytest.raises(AskingError, match=said):
         ask(url, "4", *script)

@@ -4,15 +4,11 @@ import asyncio
 import hashlib
 import json
 import os
-import random
 import re
-import time
 from collections import OrderedDict
-from email.utils import parsedate_to_datetime
-from functools import cache
 from typing import Any
 
-from penstock.services.data import need
+from penstock.services.reward.asking import AskingError, ask
 
 QUESTION = """Grade an answer to a task, from 0 (useless) to 10 (perfect).
 
@@ -38,27 +34,10 @@ PATTERN = (
 """A number. The scale is no grade: what stands behind "/" or "out of", or behind a number and "of", and "0-10"."""
 REMEMBERED = 65536
 """Grades that are kept: the same question is not asked twice."""
-KEPT_CONNECTIONS = 20
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
-"""Of the waits that the judge has not asked for."""
 _grades: OrderedDict[bytes, float] = OrderedDict()
 """By the digest of the address, of what it is asked with, which may be long, and of how the grade is read."""
 _under_way: dict[bytes, asyncio.Task[None]] = {}
 """Questions that are being asked: who has the same waits for that answer."""
-
-
-class JudgeError(RuntimeError):
-    """The judge gave no grade; says what it said instead."""
-
-
-@cache
-def _client() -> Any:
-    need("httpx", "http", "reward.functions")
-    import httpx
-
-    # A call's deadline is `timeout_s`; how many are under way, `reward.concurrency`. httpx searches all that it keeps.
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS)
-    return httpx.AsyncClient(timeout=None, limits=limits)
 
 
 async def judge(
@@ -110,51 +89,19 @@ async def _grade(
     key: bytes, url: str, body: dict[str, Any], pattern: str, scale: float, key_env: str, attempts: int
 ) -> None:
     """Asks, and remembers the grade."""
-    reply = await _ask(f"{url.rstrip('/')}/chat/completions", body, os.environ.get(key_env, ""), attempts)
+    secret = os.environ.get(key_env, "")
+    headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+    reply = _content(await ask(f"{url.rstrip('/')}/chat/completions", body, attempts, headers))
     groups = (found[0] if isinstance(found, tuple) else found for found in re.findall(pattern, reply))
     said = [found for found in groups if found]
     if not said:
-        raise JudgeError(f"no grade in its reply: {reply[:120]!r}")
+        raise AskingError(f"no grade in its reply: {reply[:120]!r}")
     grade = float(said[-1].replace(",", "."))
     if not 0 <= grade <= scale:
-        raise JudgeError(f"{grade:g} is no grade from 0 to scale={scale:g}, in its reply: {reply[:120]!r}")
+        raise AskingError(f"{grade:g} is no grade from 0 to scale={scale:g}, in its reply: {reply[:120]!r}")
     _grades[key] = grade
     while len(_grades) > REMEMBERED:
         _grades.popitem(last=False)
-
-
-async def _ask(url: str, body: dict[str, Any], key: str, attempts: int) -> str:
-    import httpx
-
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    wait_s = FIRST_WAIT_S
-    for attempt in range(1, attempts + 1):
-        asked_s = 0.0
-        try:
-            answer = await _client().post(url, json=body, headers=headers)
-            if answer.status_code == 200:
-                return _content(answer)
-            said = f"{answer.status_code}: {answer.text[:120]!r}"
-            asked_s = _seconds(answer.headers.get("Retry-After", ""))
-            if answer.status_code != 429 and answer.status_code < 500:
-                raise JudgeError(f"{url} answered {said}")
-        except httpx.TransportError as error:
-            said = f"{type(error).__name__}: {error}"
-        if attempt == attempts:
-            raise JudgeError(f"{url} failed {attempts} times, the last time with {said}")
-        await asyncio.sleep(max(asked_s, min(LONGEST_WAIT_S, wait_s * random.uniform(0.75, 1.25))))
-        wait_s *= 2
-    raise AssertionError
-
-
-def _seconds(retry_after: str) -> float:
-    """That it asks to wait, as seconds or as a date; 0 where it says neither."""
-    if re.fullmatch(r"\d+(?:\.\d*)?", retry_after):
-        return float(retry_after)
-    try:
-        return parsedate_to_datetime(retry_after).timestamp() - time.time()
-    except ValueError:
-        return 0.0
 
 
 def _content(answer: Any) -> str:
@@ -162,12 +109,12 @@ def _content(answer: Any) -> str:
         choice = answer.json()["choices"][0]
         content, finish = choice["message"]["content"], choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise JudgeError(f"its answer is no chat completion: {answer.text[:120]!r}") from None
+        raise AskingError(f"its answer is no chat completion: {answer.text[:120]!r}") from None
     if finish == "length":
-        raise JudgeError(
+        raise AskingError(
             "its reply was cut off before the grade; raise the option max_tokens (in body max_completion_tokens), or "
             f"ask one that does not think: {str(content)[-120:]!r}"
         )
     if not isinstance(content, str):
-        raise JudgeError(f"its answer has no text: {answer.text[:120]!r}")
+        raise AskingError(f"its answer has no text: {answer.text[:120]!r}")
     return content
