@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from penstock.protocols.columns import BASELINE
 from penstock.services.broker.config import NoFilter
 from penstock.services.trainer.algorithm_config import AlgorithmConfig
 from penstock.services.trainer.term_config import GivenLossConfig
@@ -88,10 +89,10 @@ def _check_subset(algorithm: AlgorithmConfig, sampled: int) -> None:
             f"trainer.algorithm.subset.keep={keep}: a group has {sampled} sampled answers, so none is left out; take "
             "fewer, or more of them (rollout.sampling.n)"
         )
-    if algorithm.advantage.type == "rae":
+    if BASELINE in algorithm.advantage.given:
         raise ValueError(
-            "trainer.algorithm.subset: advantage=rae compares with running means of all answers, not with those that "
-            "stay of a group; leave it out"
+            f"trainer.algorithm.subset: advantage={algorithm.advantage.type} compares with running means of all "
+            "answers, not with those that stay of a group; leave it out"
         )
     if keep < least:
         raise ValueError(

@@ -9,8 +9,9 @@ from penstock.protocols.columns import BASELINE, GREEDY, SAMPLED, STATES
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.token_rewards import TokenRewards, shaped
 from penstock.services.runtime.errors import SetupError
-from penstock.services.trainer.advantage_config import RoleAdvantage
 from penstock.services.trainer.algorithm_config import AlgorithmConfig
+from penstock.services.trainer.prompt_tracker import names_of, tracked_values
+from penstock.services.trainer.running_advantages import PromptAdvantage, RoleAdvantage
 from penstock.services.trainer.running_baseline import roles_of, running_baselines
 from penstock.services.trainer.turn_states import turn_states
 
@@ -39,4 +40,7 @@ def advantage_columns(
         roles = roles_of(step, rows, advantage.role)
         told = rewards.scores.tolist(), roles, step.sessions[rows].tolist()
         found[BASELINE] = torch.from_numpy(running_baselines(*told, advantage.decay, state))
+    if isinstance(advantage, PromptAdvantage):
+        told = rewards.scores.tolist(), names_of(step, rows), step.sessions[rows].tolist()
+        found[BASELINE] = torch.from_numpy(tracked_values(*told, advantage.decay, advantage.prior, state))
     return found

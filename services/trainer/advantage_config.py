@@ -7,8 +7,6 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from penstock.protocols.columns import (
-    AGENT,
-    BASELINE,
     GREEDY,
     POLICY,
     PROCESS,
@@ -23,6 +21,7 @@ from penstock.protocols.columns import (
     WEIGHTS,
 )  # fmt: skip
 from penstock.services.trainer.choice import Choice
+from penstock.services.trainer.running_advantages import PromptAdvantage, RoleAdvantage
 
 
 class GroupAdvantage(Choice):
@@ -107,32 +106,6 @@ class ReMaxAdvantage(Choice):
     by_token = True
     given = (GREEDY,)
     type: Literal["remax"] = "remax"
-
-
-class RoleAdvantage(Choice):
-    """RAE, for self-play: the reward, less a running mean of the rewards of its role, so that whoever moves first in a
-    game is compared with those who did. Needs no group (`n: 1`)."""
-
-    implementation = "advantages.rae:rae"
-    paper = "Liu et al. 2025, arXiv:2506.24119"
-    compares = False
-    given = (BASELINE,)
-    type: Literal["rae"] = "rae"
-    role: str | None = None
-    """What says an answer's role: a column with a number for each trajectory, e.g. ``reward/role`` of a function of
-    weight 0, or a metric of agents or of an environment, e.g. ``agent/branch``. Each number has a mean of its own, for
-    each source of prompts. null: the source alone is the role."""
-    decay: float = Field(0.95, ge=0, lt=1)
-    """How slowly a mean follows: how much of it stays behind each answer's reward, e.g. ``0.99``."""
-
-    @property
-    def columns(self) -> list[str]:
-        """Of the role, where it is one."""
-        return [self.role] if self.role and not self.role.startswith(AGENT) else []
-
-    def options(self) -> dict[str, Any]:
-        """None of the function's: who follows is the learner."""
-        return {}
 
 
 class ReinforcePlusPlusAdvantage(Choice):
@@ -379,8 +352,9 @@ class NoAdvantage(Choice):
 
 
 BuiltInAdvantage = (
-    GaeAdvantage | GroupAdvantage | LeaveOneOutAdvantage | ReMaxAdvantage | RoleAdvantage | ReinforcePlusPlusAdvantage
-    | ReinforcePlusPlusBaselineAdvantage | OpoAdvantage | OptimalTokenBaselineAdvantage | GpgAdvantage
+    GaeAdvantage | GroupAdvantage | LeaveOneOutAdvantage | ReMaxAdvantage | RoleAdvantage | PromptAdvantage
+    | ReinforcePlusPlusAdvantage | ReinforcePlusPlusBaselineAdvantage | OpoAdvantage | OptimalTokenBaselineAdvantage
+    | GpgAdvantage
     | PassAtKAdvantage | MaxRlAdvantage | GdpoAdvantage | GigpoAdvantage | DistillationAdvantage
     | SelfDistillationAdvantage | PrimeAdvantage | OnlineDpoAdvantage | NoAdvantage
 )  # fmt: skip

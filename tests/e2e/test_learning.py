@@ -27,6 +27,7 @@ METHODS = {
     "dr_grpo": ["advantage={type: grpo, std: false}", "aggregation=seq-mean-token-sum-norm", "length_scale=12"],
     "remax": ["advantage={type: remax}"],
     "rae": ["advantage={type: rae}"],
+    "spo": ["preset=spo"],
     "rloo": ["advantage={type: rloo}"],
     "reinforce_plus_plus": ["advantage={type: reinforce_plus_plus}"],
     "reinforce_plus_plus_baseline": ["advantage={type: reinforce_plus_plus_baseline}"],
