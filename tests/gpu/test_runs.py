@@ -16,6 +16,7 @@ import pytest
 from penstock.pipeline.config import load
 from penstock.pipeline.models.make_tiny import make_tiny
 from penstock.pipeline.run.summary import steps_of
+from penstock.services.modeling.dtypes import HALVES
 from tests.e2e.runs import QUICKSTART, ROOT, Run, check_promises
 from tests.e2e.test_vllm import VLLM, check_versions
 from tests.gpu.machine import Machine
@@ -54,14 +55,15 @@ def publishes(run: Run, transport: str) -> str:
     return f"{seconds:.3f} s for {size:.0f} MB, {rate:.1f} GB/s, pause {1e3 * pause:.1f} ms"
 
 
-def test_the_quickstart(tmp_path: Path, machine: Machine, note: Note) -> None:
-    run = Run(tmp_path, ["model.dtype=bfloat16"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_quickstart(tmp_path: Path, dtype: str, machine: Machine, note: Note) -> None:
+    run = Run(tmp_path, [f"model.dtype={dtype}"])
     summary = run.wait(500)
     check_promises(summary)
     assert summary["reward_last"] > 0.9
-    note("quickstart in bf16", f"reward {summary['reward_last']:.3f} in {summary['train_s']:.0f} s")
+    note(f"quickstart in {dtype}", f"reward {summary['reward_last']:.3f} in {summary['train_s']:.0f} s")
     found = json.loads((run.folder / "canary.json").read_text())
-    note("canary in bf16", f"largest of eight loads {max(found['seen']):.4f}, bound {found['tolerance']:.4f}")
+    note(f"canary in {dtype}", f"largest of eight loads {max(found['seen']):.4f}, bound {found['tolerance']:.4f}")
 
 
 def test_trainer_and_engine_share_a_gpus_memory(tmp_path: Path, machine: Machine, note: Note) -> None:

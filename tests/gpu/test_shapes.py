@@ -20,6 +20,7 @@ SHAPES: list[dict[str, Any]] = [
     {"offload": True}, {"optimizer": MUON}, {"offload": True, "optimizer": MUON},
     {"offload": "optimizer"}, {"offload": "optimizer", "optimizer": MUON},
     {"gradient_checkpointing": "selective"}, {"gradient_checkpointing": True, "offload_activations": True},
+    {"reshard_after": "micro_batch"}, {"reshard_after": "update", "tokens_per_mlp": 16}, {"half": "float16"},
 ]  # fmt: skip
 pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(600)]
 
