@@ -120,7 +120,11 @@ def _cpus(spec: ActorSpec, config: Config, with_gpus: bool) -> int:
 
 def _reward_cpus(config: Config) -> int:
     """Of a reward process's workers, however many functions these are for: what waits for one seldom waits for two."""
-    functions = {each.function for each in config.reward.functions} - {"judge", ENVIRONMENT}  # these wait alone
+    functions = {each.function for each in config.reward.functions} - {
+        "judge",
+        "sandbox_tests",
+        ENVIRONMENT,
+    }  # these wait alone
     if config.reward.workers:
         return config.reward.workers * bool(functions)
     computes = any(function in COMPUTE or ":" in function for function in functions)

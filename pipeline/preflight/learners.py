@@ -27,13 +27,14 @@ def look(config: Config, report: Report) -> None:
         program = next(iter(learner.checkpoint.then_words), "")
         if program and (lacks := lacks_command(program, path_with_ours())):
             report.here.append(f"{name}.checkpoint.then: {lacks}")
-        path = (name == "critic" and config.critic.path) or getattr(config.model, "path", "")
+        own = config.critic.path if name == "critic" else None
+        path, key = own or getattr(config.model, "path", ""), "critic.path" if own else "model.path"
         if learner.tokens_per_mlp and path:
             from penstock.services.modeling.load import empty_model
             from penstock.services.modeling.tiled_mlp import tile_mlps
 
             with report.collect():
-                tile_mlps(empty_model(path), learner.tokens_per_mlp, f"{name}.tokens_per_mlp")
+                tile_mlps(empty_model(path, key=key), learner.tokens_per_mlp, f"{name}.tokens_per_mlp")
     if config.with_critic and config.critic.warmup_steps >= config.trainer.counted_steps:
         report.notes.append(
             f"critic.warmup_steps={config.critic.warmup_steps}: the policy stands still in these steps, and there are "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -89,7 +89,8 @@ def _try(trial: Trial, config: Config, rows: list[Prompt]) -> None:
     """Fills ``trial``, of ``rows``. Raises `SetupError` where the function cannot be called, or fails on every answer
     to one of them."""
     key, function = trial.key, trial.function
-    pool = WorkerPool(function.program(key), workers=1, limit=8)  # importing it may take as long as in the run
+    program = replace(function.program(key), per_minute=None)
+    pool = WorkerPool(program, workers=1, limit=8)  # importing it may take as long as in the run
     try:
         for row, whole in _with_its_truth(key, function, rows if function.trial else []):
             answers, calls = _called(pool, function, config.columns, row, whole)

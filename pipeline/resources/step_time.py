@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from penstock.pipeline.resources.trainer_memory import (
     activations,
+    coded_matrices,
     frozen_bytes,
     keeps_whole_gradients,
     of_stage,
@@ -125,8 +126,8 @@ def _stage_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) -
     gathered += sums * _replicated(shape, trainer) / _between(trainer.ranks, device)
     waits = passes * _shared(shape, trainer) / (device.link_gb_s * 1e9 * LINK_SHARE)
     waits += passes * _routed(shape, trainer) / _between(trainer.expert_parallel, device)
-    if trainer.weights_on_host:  # each gathered shard comes from the host twice, in fp32, and what is summed goes there
-        waits += (8 * passes + 4 * sums) * _cut(shape, trainer) / (device.host_gb_s * 1e9 * LINK_SHARE)
+    if trainer.weights_on_host:  # each gathered shard comes from the host, in fp32, and what is summed goes there
+        waits += 4 * (_gathers(trainer, passes) + sums) * _cut(shape, trainer) / (device.host_gb_s * 1e9 * LINK_SHARE)
     if trainer.offload_activations:
         kept, _ = activations(replace(shape, longest=0), trainer)  # of a micro-batch as most are
         waits += passes * 2 * kept / (device.host_gb_s * 1e9 * LINK_SHARE)
@@ -234,8 +235,14 @@ def _gathered(shape: Shape, trainer: TrainerConfig, passes: float, sums: float) 
     own = experts / trainer.expert_parallel
     model = (shape.parameters - experts) / trainer.tensor_parallel
     sent = model * (1 - 1 / shards) + own * (1 - trainer.expert_parallel / shards)
-    times = {"layer": 2 * passes, "micro_batch": passes, "update": trainer.updates}[trainer.reshard_after]
-    return (2 * times + 4 * sums) * sent
+    coded = shape.layers * sum(matrix.numbers for matrix in coded_matrices(shape, trainer.lora))
+    of_layers = sent - coded / trainer.tensor_parallel * (1 - 1 / shards)  # what lies in 4 bits is on each rank
+    return 2 * _gathers(trainer, passes) * of_layers + 4 * sums * sent
+
+
+def _gathers(trainer: TrainerConfig, passes: float) -> float:
+    """How often a layer is gathered in a step of so many micro-batches."""
+    return {"layer": 2 * passes, "micro_batch": passes, "update": float(trainer.updates)}[trainer.reshard_after]
 
 
 def _replicated(shape: Shape, trainer: TrainerConfig) -> float:

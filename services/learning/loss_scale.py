@@ -13,11 +13,11 @@ from penstock.services.modeling.parallel.world import World
 
 log = structlog.get_logger()
 
-FIRST = 2.0**16
+FIRST, LEAST = 2.0**16, 1.0
 GROWS_AFTER = 400
 """Updates one after the other whose gradient had room: the next one is tried with twice the scale."""
 TRIES = 6
-"""An update is computed again with half the scale, so often at most: its experience is worth more than that."""
+"""An update is computed with half the scale, so often at most in all: its experience is worth more than that."""
 SCALE, ROOM = "loss_scale", "loss_scale/updates"
 
 
@@ -32,17 +32,29 @@ class LossScale:
         """What losses are multiplied by."""
         return self._state.get(SCALE, FIRST) if self.used else 1.0
 
+    def fall(self, value: float) -> None:
+        """To half of ``value``: a gradient had no room."""
+        self._state[SCALE], self._state[ROOM] = max(LEAST, value / 2), 0.0
+
+    def take_off(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Gradients are as of the loss itself again."""
+        if mine := _gradients(parameters):
+            torch._foreach_mul_(mine, 1 / self.value)
+
     def undo(self, parameters: Iterable[torch.nn.Parameter], world: World) -> bool:
-        """Gradients are as of the loss itself again, on all ranks; False: some number of them had no room, and the
-        scale is half of what it was."""
-        mine = [local(p.grad) for p in parameters if p.grad is not None]
+        """`take_off`, on all ranks; False: some number of a gradient had no room, and the scale falls."""
+        parameters = [*parameters]
+        mine = _gradients(parameters)
         whole = torch.stack(torch._foreach_norm(mine)).sum().isfinite() if mine else torch.tensor(True)
         if world.max(float(~whole)):
-            self._state[SCALE], self._state[ROOM] = self.value / 2, 0.0
+            self.fall(self.value)
             return False
-        if mine:
-            torch._foreach_mul_(mine, 1 / self.value)
+        self.take_off(parameters)
         updates = self._state.get(ROOM, 0.0) + 1
         grown = updates >= GROWS_AFTER
         self._state[SCALE], self._state[ROOM] = self.value * (1 + grown), 0.0 if grown else updates
         return True
+
+
+def _gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]

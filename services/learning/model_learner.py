@@ -222,13 +222,21 @@ class ModelLearner:
     def gradient(self, accumulate: Callable[[], tuple[float, T]]) -> tuple[float, T]:
         """What ``accumulate`` gives, which adds the gradient of an update and says its loss first. It is asked again
         where that does not fit: the GPU, or fp16."""
+        scale, begun, counted = self.loss_scale, self.loss_scale.value, self.flops.total
         for tries in range(1, TRIES + 1):
             found = self.micro_batches.fitting("forward or backward pass", accumulate, self.give_up_update)
-            if not self.loss_scale.used or not math.isfinite(found[0]):
+            if not scale.used:
                 break
-            if self.loss_scale.undo(self.parameters.values(), self.world) or tries == TRIES:
+            if not math.isfinite(found[0]):
+                scale.take_off(self.parameters.values())
                 break
-            log.warning(f"{self.SECTION}: a gradient beyond fp16, computed again", loss_scale=self.loss_scale.value)
+            if scale.undo(self.parameters.values(), self.world):
+                break
+            if tries == TRIES:
+                scale.fall(begun)  # it was not the scale
+                break
+            log.warning(f"{self.SECTION}: a gradient beyond fp16, computed again", loss_scale=scale.value)
+            self.flops.total = counted
             if self.stage:
                 self.stage.settle()
             self.give_up_update()

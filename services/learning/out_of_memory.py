@@ -57,7 +57,6 @@ class MicroBatches:
         key = self._section
         return (
             f"out of memory in the {phase}, with micro-batches of {self.tokens} tokens{held}: {said}. What would help: "
-            f"{key}.gradient_checkpointing=true, fewer {key}.tokens_per_micro_batch, more {key}.ranks, of "
-            f"long rows {key}.tokens_per_mlp=2048, or {key}.offload (optimizer, or true); penstock plan FILE shows "
-            "what each part takes"
+            f"{key}.gradient_checkpointing=true, fewer {key}.tokens_per_micro_batch, more {key}.ranks, or "
+            f"{key}.offload (optimizer, or true); penstock plan FILE shows what each part takes"
         )

@@ -25,7 +25,7 @@ def tile_mlps(model: Any, tokens: int, key: str) -> None:
     `SetupError`, by the config's ``key``, where the model has none."""
     layers = held_layers(model) if hasattr(decoder_of(model), "layers") else []
     found = [mlp for layer in layers for mlp in _plain(layer)]
-    if not found:
+    if not found and not hasattr(model, "penstock_stage"):  # a stage may have experts alone
         raise SetupError(
             f"{key}: {model.config.get_text_config().model_type} has no feed-forward part that computes every token "
             "alike; leave it out"

@@ -113,6 +113,8 @@ class FunctionConfig(Section):
     def _returns_several(self) -> FunctionConfig:
         if self.also and self.function == ENVIRONMENT:
             raise ValueError("also: what an environment gave is one number; take it out")
+        if self.per_minute and self.function == ENVIRONMENT:
+            raise ValueError("per_minute: nothing is called for what an environment gave; take it out")
         return self
 
     def program(self, key: str, processes: int = 1) -> Program:

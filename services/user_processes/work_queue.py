@@ -184,7 +184,10 @@ class WorkerQueue:
             self.worker.send(sending, next(iter(self._under_way.values())).deadline)
 
     def _may_begin(self) -> bool:
-        return bool(self._again or not self._waiting.empty()) and self.pace.begin()
+        return self._waits() and self.pace.begin()
+
+    def _waits(self) -> bool:
+        return bool(self._again) or not self._waiting.empty()
 
     def _take(self) -> Call | None:
         if self._again:
@@ -216,8 +219,8 @@ class WorkerQueue:
         the order of deadlines."""
         first = next(iter(self._under_way.values()), None)
         waits = [max(0.0, first.deadline - time.monotonic())] if first else []
-        if len(self._under_way) < self._limit and (wait_s := self.pace.wait_s()):
-            waits.append(wait_s)
+        if len(self._under_way) < self._limit and self._waits():  # also where it may by now
+            waits.append(self.pace.wait_s())
         return min(waits, default=None)
 
     def _check_deadline(self) -> None:

@@ -15,8 +15,10 @@ import pytest
 
 from penstock.services.reward import asking
 from penstock.services.reward.asking import AskingError
+from penstock.services.reward.functions.code_tests import code_tests
 from penstock.services.reward.functions.sandbox_tests import sandbox_tests
 
+LOCK = threading.Lock()
 RUN = {"python": [sys.executable, "-I", "-c"], "bash": ["bash", "-c"]}
 
 
@@ -24,12 +26,20 @@ class Sandbox(BaseHTTPRequestHandler):
     before: ClassVar[list[tuple[int, dict[str, Any]]]] = []
     """What it answers first, in place of running anything."""
     asked: ClassVar[list[dict[str, Any]]] = []
+    now: ClassVar[int] = 0
+    most: ClassVar[int] = 0
+    """That it has had at once."""
 
     def do_POST(self) -> None:
         assert self.path == "/run_code"
         told = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append(told)
+        with LOCK:
+            Sandbox.now += 1
+            Sandbox.most = max(Sandbox.most, Sandbox.now)
         status, said = self.before.pop(0) if self.before else (200, self._ran(told))
+        with LOCK:
+            Sandbox.now -= 1
         self.send_response(status)
         self.end_headers()
         self.wfile.write(json.dumps(said).encode())
@@ -55,6 +65,7 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(asking, "FIRST_WAIT_S", 0.02)
     Sandbox.before.clear(), Sandbox.asked.clear()
+    Sandbox.most = 0
     yield f"http://127.0.0.1:{server.server_port}/"
     server.shutdown()
 
@@ -79,13 +90,45 @@ SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
         ("print(sum(map(int, input().split())))", SUMS, {}, 1.0),
         ("while True: pass", SUMS, {"seconds": 0.5}, 0.0),
         ("print(1 / 3)", {"inputs": [""], "outputs": ["0.333333"]}, {"tolerance": 1e-5}, 1.0),
-        ("```python\nprint(3)\n```\n```sh\nread a b; echo $((a + b))\n```", SUMS, {"language": "bash"}, 1.0),
+        ("pass", {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}, {}, 0.0),
+        (
+            "class Solution:\n    def merge(self, a, b):\n        return sorted(a + b)",
+            {"fn_name": "merge", "inputs": [[[3], [1]]], "outputs": [[1, 3]]},
+            {},
+            1.0,
+        ),
+        (
+            "def power(a, b, m):\n    return pow(a, b, m)",
+            {"fn_name": "power", "inputs": [[2, 5, 7]], "outputs": [4]},
+            {},
+            1.0,
+        ),
+        ("import io, sys\nsys.stdout = io.StringIO()\nadd = lambda a, b: a + b", "assert add(1, 2) == 3", {}, 1.0),
+        ("import atexit\natexit.register(print, 'bye')\nadd = lambda a, b: a + b", "assert add(1, 2) == 3", {}, 1.0),
+        (
+            "import pickle\nclass A:\n    pass\nadd = lambda a, b: pickle.loads(pickle.dumps(A()))",
+            "assert add(1, 2)",
+            {},
+            1.0,
+        ),
     ],
 )
 def test_what_passes_here_passes_there(
     url: str, response: str, truth: Any, options: dict[str, Any], wanted: float
 ) -> None:
-    assert reward(url, response, truth, **options) == wanted
+    assert reward(url, response, truth, **options) == wanted == code_tests(response, truth, **options)
+
+
+def test_the_program_is_the_last_block_of_its_language(url: str) -> None:
+    answer = "```python\nprint(3)\n```\n```sh\nread a b; echo $((a + b))\n```"
+    assert reward(url, answer, SUMS, language="bash") == 1.0
+    assert reward(url, answer, SUMS) == 0.0
+
+
+def test_so_many_tests_are_asked_at_once(url: str) -> None:
+    truth = {"inputs": [""] * 9, "outputs": ["3"] * 9}
+    assert reward(url, "import time\ntime.sleep(0.1)\nprint(3)", truth, at_once=2) == 1.0
+    assert len(Sandbox.asked) == 9 and Sandbox.most == 2
 
 
 def test_it_is_told_its_limits(url: str) -> None:

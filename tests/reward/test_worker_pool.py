@@ -147,6 +147,12 @@ def test_calls_begin_at_the_pace_that_is_given(kind: str) -> None:
     assert function.program("reward.functions.0", 2).per_minute == 300, "of two processes each begins half"
 
 
+def test_nobody_need_wake_who_waits_for_its_pace() -> None:
+    """So fast that a call may begin between the look at the clock and the sleep, again and again."""
+    function = FunctionConfig(function=f"{HERE}:good", per_minute=120_000)
+    assert score(function, ["t"] * 4000) == [1.0] * 4000
+
+
 def test_a_late_call_begins_while_others_wait() -> None:
     pool = WorkerPool(FunctionConfig(function=f"{HERE}:slow", timeout_s=20.0).program("reward.functions.0"), 1, 512)
     first = pool.submit(Call(offered("hang")))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from penstock.services.learning.loss_scale import SCALE
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.parallel.fsdp import full
@@ -49,3 +50,7 @@ def check_head(start: str, half: str, config: TrainerConfig, alone: TrainerConfi
         mine, wanted = full(parameter.grad), plain.parameters[name].grad
         off = float((mine - wanted).norm() / wanted.norm().clamp(min=1e-6))
         assert off <= ROUNDED, (name, off)
+    if cut.loss_scale.used:  # all ranks compute it again, as often
+        cut.state[SCALE] = 2.0**27
+        assert not cut.train(a_step(1))["skipped"] and cut.loss_scale.value < 2.0**27
+        assert world.max(cut.loss_scale.value) == cut.loss_scale.value == -world.max(-cut.loss_scale.value)

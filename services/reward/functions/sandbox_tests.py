@@ -4,6 +4,7 @@ import asyncio
 import json
 import secrets
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from penstock.services.reward.asking import AskingError, ask
 from penstock.services.reward.program_tests import PYTHON, Case, cases_of, program_of, same
@@ -14,15 +15,20 @@ MARKS: dict[str, tuple[str, ...]] = {
     "rust": ("rust", "rs"), "ruby": ("ruby", "rb"), "kotlin_script": ("kotlin", "kts"),
 }  # fmt: skip
 """What blocks of a language are marked as, where that is more than its name."""
+AT_ONCE = 64
 _RUN = """
-import sys as _sys
-_space = {{"__name__": "__main__"}}
-exec({built_in!r}, _space)
-exec(compile({program!r}, "program", "exec"), _space)
-exec({tests!r}, _space)
-_sys.stdout.write("\\n" + {end!r})
+import builtins, sys, types
+names, out = {{}}, sys.stdout
+exec({built_in!r}, {{}}, names)
+for name, value in names.items():
+    vars(builtins).setdefault(name, value)
+sys.modules["__main__"] = main = types.ModuleType("__main__")
+exec(compile({program!r}, "program", "exec"), vars(main))
+exec({tests!r}, vars(main))
+out.write("\\n" + {end!r} + "\\n")
 """
-"""The program, then its tests, and then a word that no program knows: it has not ended before."""
+"""The program in a ``__main__`` of its own, its tests, and a word that no program knows: it has not ended before."""
+_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], asyncio.Semaphore]] = WeakKeyDictionary()
 
 
 async def sandbox_tests(
@@ -36,9 +42,10 @@ async def sandbox_tests(
     partial: bool = False,
     tolerance: float = 0.0,
     attempts: int = 6,
+    at_once: int = AT_ONCE,
 ) -> float:
     """As `code_tests.code_tests`, but that the program is run by the server at ``url``, e.g. ``http://sandbox:8080``:
-    none of it runs here. All tests run side by side; with ``partial`` False too.
+    none of it runs here. Tests run side by side, ``at_once`` of all answers', with ``partial`` False too.
 
     ``language`` is SandboxFusion's name of the answer's: of others than ``python`` the program is the last block that
     is marked so, and tests are inputs on stdin and what is to be printed. A test has ``seconds``, a compiler
@@ -55,7 +62,10 @@ async def sandbox_tests(
         "files": {}, "fetch_files": [],
     }  # fmt: skip
     place = f"{url.rstrip('/')}/run_code"
-    passes = [asyncio.ensure_future(_passes(program, case, place, limits, tolerance, attempts)) for case in cases]
+    slots = _slots.setdefault(asyncio.get_running_loop(), {}).setdefault((url, at_once), asyncio.Semaphore(at_once))
+    passes = [
+        asyncio.ensure_future(_passes(program, case, place, limits, tolerance, attempts, slots)) for case in cases
+    ]
     try:
         if partial:
             return sum(await asyncio.gather(*passes)) / len(cases)
@@ -66,12 +76,17 @@ async def sandbox_tests(
     finally:
         for each in passes:
             each.cancel()
+        await asyncio.gather(*passes, return_exceptions=True)
 
 
-async def _passes(program: str, case: Case, url: str, limits: dict[str, Any], tolerance: float, attempts: int) -> bool:
+async def _passes(
+    program: str, case: Case, url: str, limits: dict[str, Any], tolerance: float, attempts: int,
+    slots: asyncio.Semaphore,
+) -> bool:  # fmt: skip
     end = secrets.token_hex(16) if case.tests else ""
     code = _RUN.format(built_in=case.built_in, program=program, tests=case.tests, end=end) if end else program
-    answer = await ask(url, limits | {"code": code, "stdin": case.stdin}, attempts, {})
+    async with slots:
+        answer = await ask(url, limits | {"code": code, "stdin": case.stdin}, attempts, {})
     try:
         said = answer.json()
         status, ran = said["status"], said.get("run_result") or {}
@@ -83,5 +98,5 @@ async def _passes(program: str, case: Case, url: str, limits: dict[str, Any], to
     if status == "Failed" or ran.get("status") != "Finished" or ran.get("return_code") not in (0, None):
         return False
     if end:
-        return printed.endswith(end)
+        return end in printed.splitlines()
     return case.wanted is None or same(printed, case.wanted, tolerance)
