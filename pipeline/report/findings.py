@@ -17,6 +17,8 @@ LOST = 0.2
 """Of what evaluations gained at most, so much is a good part."""
 OFTEN = 0.05
 """A smaller share of steps above a bound is not worth a word."""
+SCALED = 256.0
+"""In fp16 a smaller loss scale is worth a word: a run begins with 65,536."""
 SOLVED = 0.9
 """Where so many of a step's groups have right answers alone, little is left to learn."""
 
@@ -72,6 +74,11 @@ def _learned(state: dict[str, Any], steps: Rows) -> Iterator[str]:
         )
     elif steps and not any(row.get("grad_norm") for row in steps):
         yield "nothing was learned: the gradient was 0 in every step"
+    if steps and steps[-1].get("loss_scale", SCALED) < SCALED:
+        yield (
+            f"model.dtype=float16: the loss scale fell to {steps[-1]['loss_scale']:g}, and small gradients are lost below "
+            "it: some had no room at any scale; look for what makes these (a loss of your own?), or take bfloat16"
+        )
     yield from _without_variance(state, steps)
     if state["phase"] == "done" and state["step"] < state["steps"]:
         why = state.get("early") or "the prompts ended (prompts.epochs, prompts.train)"

@@ -27,7 +27,12 @@ def steps(**changes: Any) -> list[dict[str, Any]]:
 
 def test_of_a_run_in_which_all_went_well_nothing_is_said() -> None:
     said = {"source": "reward exact_match", "calls": 640, "failed": 0, "words": "", "last": ""}
-    assert findings(config(), state(rewards={"reward/exact_match": said}), steps(mismatch_kl_k3=0.01), []) == []
+    assert (
+        findings(
+            config(), state(rewards={"reward/exact_match": said}), steps(mismatch_kl_k3=0.01, loss_scale=65536.0), []
+        )
+        == []
+    )
     assert findings(config(), state(), steps(skipped=0.25), []) == [], "the other updates have changed the weights"
     (line,) = findings(
         config(), state(trackers={"wandb": "ConnectionError: no network; 6 rows wait for it"}), steps(), []
@@ -51,6 +56,7 @@ DROP = {"group": 3, "kind": "prompt", "reason": "row 7: the prompt is empty"}
         (state(), steps(skipped=1.0, loss=float("nan")), [], "every step was skipped"),
         (state(), [*steps()[:9], *steps(skipped=1.0)[9:]], [], "1 of 10 steps were skipped"),
         (state(), steps(grad_norm=0.0), [], "nothing was learned"),
+        (state(), steps(loss_scale=2.0), [], "the loss scale fell to 2, and small gradients are lost"),
         (state(totals={"groups_without_variance": 41}), steps(), [], "41 of 80 trained groups had answers of equal"),
         (
             state(totals={"groups_without_variance": 76}),
