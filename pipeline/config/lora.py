@@ -16,6 +16,6 @@ def check_lora(config: Any) -> None:
                 )
         if learner.lora and learner.lora.quantize and config.model.dtype == "float16":
             raise ValueError(
-                f"{name}.lora.quantize: matrices in 4 bits are multiplied with in bfloat16 or float32; set model.dtype "
-                "to one of them"
+                f"{name}.lora.quantize: matrices in 4 bits are not multiplied with in float16; set model.dtype to "
+                "bfloat16 or float32"
             )

@@ -76,8 +76,8 @@ def _learned(state: dict[str, Any], steps: Rows) -> Iterator[str]:
         yield "nothing was learned: the gradient was 0 in every step"
     if steps and steps[-1].get("loss_scale", SCALED) < SCALED:
         yield (
-            f"model.dtype=float16: the loss scale fell to {steps[-1]['loss_scale']:g}, and small gradients are lost below "
-            "it: some had no room at any scale; look for what makes these (a loss of your own?), or take bfloat16"
+            f"model.dtype=float16: the loss scale fell to {steps[-1]['loss_scale']:g}, and small gradients are lost "
+            "below it: some had no room at any scale; look for what makes these (a loss of your own?), or take bfloat16"
         )
     yield from _without_variance(state, steps)
     if state["phase"] == "done" and state["step"] < state["steps"]:

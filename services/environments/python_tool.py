@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from penstock.services.environments.mcp_server import ToolUnavailable
 from penstock.services.environments.tools_config import PythonConfig
 from penstock.services.runtime import allowance
-from penstock.services.user_processes.sandbox.run import Outcome, SandboxError, run
+from penstock.services.user_processes.sandbox.run import OUTPUT_BYTES, Outcome, SandboxError, run
 
 _CELL = """
 def _run_cell(names, code):
@@ -34,15 +34,16 @@ _run_cell(globals(), {code!r})
 what was printed before an end by force is there."""
 
 
-def python_tool(limits: PythonConfig, longest: int) -> Callable[[str], Awaitable[str]]:
-    """The tool; ``longest``: characters of a result that the policy reads. Raises `SandboxError` where this machine
+def python_tool(limits: PythonConfig, longest: int | None) -> Callable[[str], Awaitable[str]]:
+    """The tool; ``longest``: characters of a result that are wanted, from its begin on;
+    None: a MiB. Raises `SandboxError` where this machine
     cannot confine a program."""
     executor = ThreadPoolExecutor(limits.at_once or allowance.cores(), thread_name_prefix="python")
 
     def program(code: str) -> Outcome:
         return run(
             _CELL.format(code=code), seconds=limits.seconds, memory_mb=limits.memory_mb, network=limits.network,
-            output_bytes=4 * longest + 4,  # a character has up to 4 bytes
+            output_bytes=OUTPUT_BYTES if longest is None else 4 * longest + 4,  # a character has up to 4 bytes
         )  # fmt: skip
 
     async def python(code: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.protocols.experience import PICTURE
 from penstock.services.data.pictures import read_pictures
@@ -13,6 +13,8 @@ from penstock.services.data.pictures import read_pictures
 if TYPE_CHECKING:
     from mcp.types import CallToolResult
 
+Cut = Literal["end", "middle", "start"]
+LEFT_OUT = "\n[{} characters are left out]\n"
 Parts = tuple[str | bytes, ...]
 """Words, and pictures between them, each as its file."""
 ONLY_WORDS = "<image/>"
@@ -52,22 +54,33 @@ def of_server(name: str, result: CallToolResult, shows: bool) -> Parts:
     return tuple(parts)
 
 
-def as_messages(results: Sequence[Parts], longest: int) -> tuple[list[dict[str, str]], list[bytes]]:
-    """A message for each of ``results``, of at most so many characters, and the pictures that all of them show."""
+def as_messages(results: Sequence[Parts], longest: int, cut: Cut = "end") -> tuple[list[dict[str, str]], list[bytes]]:
+    """A message for each of ``results``, of at most so many characters of its own, and the pictures that all of them
+    show, which no ``cut`` takes out."""
     pictures = [part for parts in results for part in parts if isinstance(part, bytes)]
-    return [{"role": "tool", "content": _words(parts, longest, bool(pictures))} for parts in results], pictures
+    shown = bool(pictures)
+    return [{"role": "tool", "content": "".join(_words(parts, longest, cut, shown))} for parts in results], pictures
 
 
-def _words(parts: Parts, longest: int, shown: bool) -> str:
-    words = []
+def _words(parts: Parts, longest: int, cut: Cut, shown: bool) -> Iterator[str]:
+    over = sum(len(part) for part in parts if isinstance(part, str)) - longest
+    first = {"end": longest, "middle": longest // 2, "start": 0}[cut]
+    gap, begin = range(first, first + max(0, over)), 0  # of the characters of all parts, those that are left out
     for part in parts:
         if isinstance(part, bytes):
-            words.append(PICTURE)
+            yield PICTURE
             continue
-        part = part[:longest].encode("utf-8", "replace").decode()  # half of a pair, say
-        longest -= len(part)
-        words.append(part.replace(PICTURE, ONLY_WORDS) if shown else part)
-    return "".join(words)
+        place = range(begin, begin := begin + len(part))
+        kept = part[: max(0, gap.start - place.start)], part[max(0, gap.stop - place.start) :]
+        if cut != "end" and gap and gap.start in place:
+            yield _plain(kept[0], shown) + LEFT_OUT.format(len(gap)) + _plain(kept[1], shown)
+        else:
+            yield _plain("".join(kept) if gap else part, shown)
+
+
+def _plain(part: str, shown: bool) -> str:
+    part = part.encode("utf-8", "replace").decode()  # half of a pair, say
+    return part.replace(PICTURE, ONLY_WORDS) if shown else part
 
 
 def _is_image(found: Any) -> bool:

@@ -147,7 +147,7 @@ def _add_tools(box: Toolbox, index: int, server: McpServer, found: list[Any]) ->
 
 def _ready(name: str, config: ToolsConfig) -> Callable[..., Any]:
     try:
-        return load_plugin(READY[name], "functions")(config.options_of(name), config.longest)
+        return load_plugin(READY[name], "functions")(config.options_of(name), config.most_read)
     except SandboxError as error:
         raise ValueError(f"{name}: {error}") from error
 

@@ -81,13 +81,14 @@ class Tools:
         calls = self._calls(Said(answer, marked, "", thinking, finish_reason == "length"))
         if not calls:
             return Turn(reward=await self.finish() or 0.0, done=True)
-        most, longest = self._box.config.calls, self._box.config.longest
+        config = self._box.config
+        most = config.calls
         if self.plain:
             results: list[Parts] = [await self._run(call) for call in calls[:most]]
         else:
             results = await asyncio.gather(*map(self._run, calls[:most]))
         results += [(f"error: at most {most} calls in a turn",)] * (len(calls) - most)
-        told, pictures = as_messages(results, longest)
+        told, pictures = as_messages(results, config.longest, config.cut)
         if self._parse:  # whoever tells of them has not found the calls
             told = [{**message, "name": called_by(call)} for message, call in zip(told, calls, strict=True)]
         return Turn(told, pictures=pictures)

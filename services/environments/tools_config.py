@@ -11,6 +11,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from penstock.services.environments.tool_results import Cut
 from penstock.services.runtime.nearest import nearest
 from penstock.services.runtime.settings import Section
 from penstock.services.runtime.user_folders import lacks_command
@@ -168,7 +169,10 @@ class ToolsConfig(Section):
     calls: int = Field(16, ge=1)
     """Calls in a turn, e.g. ``4``; of what is above, the policy reads that."""
     longest: int = Field(8_000, ge=1)
-    """Characters of a result that the policy reads, e.g. ``2000``; what is longer is cut off."""
+    """Characters of a result that the policy reads, e.g. ``2000``; what is longer is cut."""
+    cut: Cut = "end"
+    """Where it is cut, e.g. ``middle``: at its ``end``; or in the ``middle``, or at its ``start``, where the policy
+    reads that something is left out. Of what the tool ``python`` prints there is a MiB at most."""
 
     @field_validator("functions")
     @classmethod
@@ -207,6 +211,11 @@ class ToolsConfig(Section):
         """In which the environment reads calls where nobody has told it of a tokenizer: others are read before, and
         written as Hermes."""
         return next((form for form in FORMS if form == self.tool_calls), "hermes")
+
+    @property
+    def most_read(self) -> int | None:
+        """Characters of a ready tool's result that are wanted, from its begin on; None: all."""
+        return self.longest if self.cut == "end" else None
 
     def options_of(self, name: str) -> Any:
         """Of a ready tool."""

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.trainer.running_baseline import KEPT
 
-ALL = f"{KEPT}all"
+ALL = "baseline/all"
 """In a learner's state: the mean over all prompts' answers, a step's own as much as `decay` leaves to it."""
 WORTH, WEIGHT = "worth/", "weight/"
 """In a learner's state, before a prompt's name: the mean of its answers, and how many they count as."""

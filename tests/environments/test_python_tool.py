@@ -11,8 +11,8 @@ import pytest
 from penstock.services.environments.tools import Tools
 
 
-def run(code: str, longest: int = 8000, **limits: Any) -> str:
-    options: dict[str, Any] = {"longest": longest, **({"python": limits} if limits else {})}
+def run(code: str, longest: int = 8000, cut: str = "end", **limits: Any) -> str:
+    options: dict[str, Any] = {"longest": longest, "cut": cut, **({"python": limits} if limits else {})}
     call = json.dumps({"name": "python", "arguments": {"code": code}})
     turn = asyncio.run(Tools(["python"], **options).step(f"<tool_call>{call}</tool_call>"))
     assert isinstance(turn.observation, list)
@@ -44,6 +44,7 @@ def test_it_is_bounded_in_time_memory_and_output_and_has_no_network() -> None:
     assert late == "error: python: it took longer than 0.7 s\nbegun\n"
     assert "MemoryError" in run("b'a' * (500 << 20)", memory_mb=300)
     assert run("print('é' * 10**6)", longest=5) == "é" * 5
+    assert run("print('é' * 10**4 + 'an end')", longest=7, cut="start").endswith("left out]\nan end\n")
     assert "unreachable" in run("import socket\nsocket.create_connection(('1.1.1.1', 53), 1)")
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
 import queue
+import string
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.protocols.experience import PICTURE, Prompt
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.environments.pool import EnvironmentPool
-from penstock.services.environments.tool_results import as_messages, of_returned, of_server
+from penstock.services.environments.tool_results import LEFT_OUT, Cut, as_messages, of_returned, of_server
 from tests import shown
 
 Image = pytest.importorskip("PIL.Image")
@@ -82,6 +86,27 @@ def test_a_servers_pictures_are_shown_where_the_environment_shows_any() -> None:
     )
     with pytest.raises(ValueError, match="no picture"):
         of_server("look", of_a_server({**image, "data": base64.b64encode(b"0123456789").decode()}), shows=True)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5), longest=st.integers(1, 30),
+    cut=st.sampled_from(["end", "middle", "start"]), seen=st.integers(0, 5),
+)  # fmt: skip
+def test_of_a_long_result_both_ends_or_one_are_read(sizes: list[int], longest: int, cut: Cut, seen: int) -> None:
+    letters = iter(string.ascii_letters)
+    words = ["".join(itertools.islice(letters, size)) for size in sizes]
+    parts: list[str | bytes] = [*words]
+    parts.insert(min(seen, len(parts)), RED)
+    ((told,), pictures) = as_messages([tuple(parts)], longest, cut)
+    content, whole = told["content"], "".join(words)
+    assert pictures == [RED] and content.count(PICTURE) == 1
+    found = content.replace(PICTURE, "")
+    if len(whole) <= longest or cut == "end":
+        assert found == whole[:longest]
+        return
+    first = longest // 2 if cut == "middle" else 0
+    said = LEFT_OUT.format(len(whole) - longest)
+    assert found == whole[:first] + said + whole[len(whole) - longest + first :]
 
 
 def test_what_is_too_long_is_cut_and_keeps_its_pictures() -> None:
