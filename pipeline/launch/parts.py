@@ -9,7 +9,7 @@ from penstock.pipeline.resources.gpus import gpus_of_programs
 from penstock.pipeline.resources.host import PROCESS_GIB, SPARE, HostNeeds, host_needs, processes_of
 from penstock.pipeline.resources.placement import joining_guests, seated
 from penstock.pipeline.resources.store_size import store_gib
-from penstock.services.reward.config import ENVIRONMENT
+from penstock.services.reward.config import ASKING, ENVIRONMENT
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.runtime.registry import ActorSpec
@@ -120,11 +120,7 @@ def _cpus(spec: ActorSpec, config: Config, with_gpus: bool) -> int:
 
 def _reward_cpus(config: Config) -> int:
     """Of a reward process's workers, however many functions these are for: what waits for one seldom waits for two."""
-    functions = {each.function for each in config.reward.functions} - {
-        "judge",
-        "sandbox_tests",
-        ENVIRONMENT,
-    }  # these wait alone
+    functions = {each.function for each in config.reward.functions} - ASKING - {ENVIRONMENT}  # these wait alone
     if config.reward.workers:
         return config.reward.workers * bool(functions)
     computes = any(function in COMPUTE or ":" in function for function in functions)

@@ -6,19 +6,17 @@ import socket
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from penstock.services.reward.config import FunctionConfig
+from penstock.services.reward.config import ASKING, FunctionConfig
 
 CONNECT_S = 2.0
 PORTS = {"http": 80, "https": 443}
-ASKED = {"judge": "judge", "sandbox_tests": "sandbox"}
-"""By the function that asks it."""
 
 
 def nobody_at(function: FunctionConfig, key: str) -> str:
     """Why the function at ``key`` of a config has no server to ask; empty: it has, or asks none, or only by a proxy, or
     is not to be tried."""
     url = str(function.options.get("url", ""))
-    if function.function not in ASKED or not function.trial or not url:
+    if function.function not in ASKING or not function.trial or not url:
         return ""
     try:
         parts = urlsplit(url)
@@ -27,9 +25,8 @@ def nobody_at(function: FunctionConfig, key: str) -> str:
             return ""
         socket.create_connection((host, port), CONNECT_S).close()
     except (OSError, ValueError, KeyError) as error:
-        who = ASKED[function.function]
         return (
-            f"{key}.options.url: no {who} listens at {url} ({error}); start it, or let the run do so (programs, with "
+            f"{key}.options.url: nobody listens at {url} ({error}); start it, or let the run do so (programs, with "
             f"ready), or set {key}.trial=false"
         )
     return ""

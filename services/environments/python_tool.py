@@ -35,9 +35,8 @@ what was printed before an end by force is there."""
 
 
 def python_tool(limits: PythonConfig, longest: int | None) -> Callable[[str], Awaitable[str]]:
-    """The tool; ``longest``: characters of a result that are wanted, from its begin on;
-    None: a MiB. Raises `SandboxError` where this machine
-    cannot confine a program."""
+    """The tool; ``longest``: characters of a result that are wanted, from its begin on; None: a MiB. Raises
+    `SandboxError` where this machine cannot confine a program."""
     executor = ThreadPoolExecutor(limits.at_once or allowance.cores(), thread_name_prefix="python")
 
     def program(code: str) -> Outcome:

@@ -189,8 +189,8 @@ class LearnerConfig(Section):
     """When ranks let go of the parameters that they have gathered of each layer (or cast, where there is one rank):
     behind the ``layer``, which needs the least memory, and gathers it twice for each micro-batch (ZeRO-3); behind the
     ``micro_batch``, so that its backward finds what its forward has gathered (ZeRO-2); or once an ``update``, so that
-    all its micro-batches do. The latter two hold the whole model on each rank, in 16 bits with `model.dtype` bfloat16,
-    and pay where ranks wait for their link; see docs/memory.md. The result is the same."""
+    all its micro-batches do. The latter two hold the whole model on each rank, in `model.dtype`, and pay where ranks
+    wait for their link; see docs/memory.md. The result is the same."""
     gradient_checkpointing: bool | Literal["selective"] = False
     """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time.
     ``selective``: what matrices and attention gave is kept, and only what is cheap is computed again."""

@@ -5,13 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import structlog
 import torch
 
 from penstock.services.modeling.parallel.fsdp import local
 from penstock.services.modeling.parallel.world import World
-
-log = structlog.get_logger()
 
 FIRST, LEAST = 2.0**16, 1.0
 GROWS_AFTER = 400

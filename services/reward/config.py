@@ -22,6 +22,8 @@ COMPARING = {"choice", "code_tests", "exact_match", "f1", "math_verify", "number
 """Those that compare an answer with the truth."""
 TESTING = {"code_tests", "sandbox_tests"}
 """Those that run an answer's program."""
+ASKING = {"judge", "sandbox_tests"}
+"""Those that ask a server, at their option `url`."""
 OF_FORM = {"judge", "regex", "repetition"}
 """Those that judge all that the policy has said."""
 ENVIRONMENT = "environment"

@@ -620,7 +620,7 @@ MISTAKES = [
       overrides=["prompts.train={type: mix, sources: {one: {type: sort}}, weights: {one: 1, odd: 2}}"]),
     m("a filter by a column that is not there", "replay.filter.column: no scorer writes a column 'reward/exact'; did y",
       overrides=["replay.filter={type: range, column: reward/exact}"]),
-    m("a judge that is not there", "reward.functions.0.options.url: no judge listens at http://127.0.0.1:1/v1 (",
+    m("a judge that is not there", "reward.functions.0.options.url: nobody listens at http://127.0.0.1:1/v1 (",
       overrides=["reward.functions=[{function: judge, options: {url: 'http://127.0.0.1:1/v1', model: m}}]"]),
     m("a source that nobody judges", "prompts.train: no reward is made for the source 'words'", "(sources: [])",
       overrides=[MIXED, "reward.functions=[{function: exact_match, sources: [sums]}, {function: length, weight: 0}]"]),

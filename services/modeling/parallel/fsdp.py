@@ -138,7 +138,7 @@ def forget_backward(model: Any) -> None:
                     parameter._unsharded_param.grad = None
 
 
-def sum_gradients(model: Any, now: bool, last: bool, keeps: bool = False) -> None:
+def sum_gradients(model: Any, now: bool, last: bool, keeps: bool) -> None:
     """Whether the coming backward sums gradients over the ranks. Where not, each rank keeps its whole own sum, in fp32,
     until one that does: the ``last`` of an update at the latest. Until that one a model that ``keeps`` what is gathered
     keeps it for the next forward, too."""
