@@ -51,6 +51,5 @@ def check_head(start: str, half: str, config: TrainerConfig, alone: TrainerConfi
         off = float((mine - wanted).norm() / wanted.norm().clamp(min=1e-6))
         assert off <= ROUNDED, (name, off)
     if cut.loss_scale.used:  # all ranks compute it again, as often
-        cut.state[SCALE] = 2.0**27
-        assert not cut.train(a_step(1))["skipped"] and cut.loss_scale.value < 2.0**27
-        assert world.max(cut.loss_scale.value) == cut.loss_scale.value == -world.max(-cut.loss_scale.value)
+        cut.state[SCALE] = 2.0**60
+        assert cut.train(a_step(1))["skipped"] and cut.loss_scale.value == 2.0**59
