@@ -75,7 +75,7 @@ def _words(parts: Parts, longest: int, cut: Cut, shown: bool) -> Iterator[str]:
         if cut != "end" and gap and gap.start in place:
             yield _plain(kept[0], shown) + LEFT_OUT.format(len(gap)) + _plain(kept[1], shown)
         else:
-            yield _plain("".join(kept) if gap else part, shown)
+            yield _plain("".join(kept), shown)
 
 
 def _plain(part: str, shown: bool) -> str:
