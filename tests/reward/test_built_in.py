@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, ClassVar
 
 import pytest
@@ -21,6 +20,7 @@ from penstock.services.reward.functions.judge import judge
 from penstock.services.reward.functions.math_verify import math_verify
 from penstock.services.reward.functions.number import number
 from penstock.services.reward.functions.overlong import overlong
+from tests.reward.serving import serving
 
 
 @pytest.mark.parametrize(
@@ -158,12 +158,10 @@ class Server(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(asking, "FIRST_WAIT_S", 0.05)
     judging._grades.clear(), asking._client.cache_clear(), Server.asked.clear()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
+    with serving(Server) as address:
+        yield f"{address}/v1"
 
 
 def ask(url: str, response: str, *script: tuple[int, str]) -> float:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, ClassVar
 
 import pytest
@@ -17,6 +17,7 @@ from penstock.services.reward import asking
 from penstock.services.reward.asking import AskingError
 from penstock.services.reward.functions.code_tests import code_tests
 from penstock.services.reward.functions.sandbox_tests import sandbox_tests
+from tests.reward.serving import serving
 
 LOCK = threading.Lock()
 RUN = {"python": [sys.executable, "-I", "-c"], "bash": ["bash", "-c"]}
@@ -61,13 +62,11 @@ class Sandbox(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Sandbox)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(asking, "FIRST_WAIT_S", 0.02)
     Sandbox.before.clear(), Sandbox.asked.clear()
     Sandbox.most = 0
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
+    with serving(Sandbox) as address:
+        yield f"{address}/"
 
 
 def reward(url: str, response: str, truth: Any, **options: Any) -> float:
