@@ -179,6 +179,13 @@ def top_columns(name: str, k: int, scorer: str, **more: Any) -> tuple[Column, Co
     return ids, logs
 
 
+def top_values(name: str, k: int, ids: np.ndarray, logs: np.ndarray) -> dict[str, np.ndarray]:
+    """Those of `top_columns`, flat: ``ids`` ``[sampled, k]``, ``logs`` ``[sampled, k + 1]``, of any dtype."""
+    of_ids, of_logs = (column.name for column in top_columns(name, k, ""))
+    logs_16 = np.maximum(logs, np.finfo(np.float16).min).astype(np.float16)
+    return {of_ids: ids.astype(np.int32).reshape(-1), of_logs: logs_16.reshape(-1)}
+
+
 def top_of(name: str) -> str | None:
     """Of which column's teacher ``name`` is one of `top_columns`; None of any other."""
     found = _TOP.fullmatch(name)

@@ -19,6 +19,7 @@ from penstock.protocols.columns import (
 )
 from penstock.services.broker.rules.evaluation import pass_at
 from penstock.services.runtime import registry
+from penstock.services.runtime.custom_scorer import SERVED, TEACHERS
 from penstock.services.runtime.nearest import nearest
 
 TAUGHT_BY = "trainer.algorithm.distill.teachers"
@@ -77,11 +78,14 @@ def check_columns(config: Any) -> None:
         if kind in built_in or not kind.replace("_", "").isalnum():
             raise ValueError(f"scorers.{kind}: the name is taken, or has other signs than letters, digits and _")
         told = _teachers_temperature(config.scorers[kind])
-        if told is not None and told != config.rollout.sampling.temperature:
+        if told is not None and told != (ours := config.rollout.sampling.temperature):
+            says, remedy = f"scorers.{kind}.options.temperature={told:g}", "leave it out"
+            if config.scorers[kind].scorer == SERVED:
+                says = f"scorers.{kind}: a served_teacher says log-probabilities at temperature 1, which"
+                remedy = "set that to 1, or take a teacher with a path"
             raise ValueError(
-                f"scorers.{kind}.options.temperature={told:g} is not rollout.sampling.temperature="
-                f"{config.rollout.sampling.temperature:g}: teacher and policy would be compared at two temperatures; "
-                "leave it out"
+                f"{says} is not rollout.sampling.temperature={ours:g}: teacher and policy would be compared at two "
+                f"temperatures; {remedy}"
             )
     table: ColumnTable = config.columns
     names = [column.name for column in table.columns] + [total.name for total in table.sums]
@@ -157,7 +161,7 @@ def _check_teachers(config: Any) -> None:
             kind = next((c.scorer for c in config.columns.columns if c.name == name), "")
             scorer = config.scorers.get(kind)
             remedy = "name one of a scorer teacher with the option top_k"
-            if scorer and scorer.scorer == "teacher":
+            if scorer and scorer.scorer in TEACHERS:
                 remedy = f"set scorers.{kind}.options.top_k, e.g. to 64"
                 if scorer.options.get("top_k"):  # it says so, of a column of another name
                     remedy = f"set scorers.{kind}.options.column={name}, by which it writes"
@@ -193,6 +197,8 @@ def _check_evaluated(prompts: Any, table: ColumnTable) -> None:
 
 def _teachers_temperature(scorer: Any) -> float | None:
     """At which a built-in teacher is told to score; None where it is not, and of any other scorer."""
+    if scorer.scorer == SERVED:
+        return 1.0
     told = scorer.options.get("temperature") if scorer.scorer == "teacher" else None
     return None if told is None else float(told)
 

@@ -22,6 +22,7 @@ from penstock.pipeline.preflight import (
     scorers,
     shown_secrets,
     sources,
+    teachers,
     trackers,
 )
 from penstock.pipeline.preflight.hub import without_hub
@@ -30,6 +31,8 @@ from penstock.pipeline.preflight.steps import done_in
 from penstock.pipeline.resources.memory import plan
 from penstock.services.runtime import logs
 from penstock.services.runtime.gpus import visible_gpus
+
+UNTRIED = "no reward function, no served_teacher and no environment was tried"
 
 
 def look(config: Config, folder: Path, programs: bool = False, lacking: str = "") -> Report:
@@ -42,19 +45,19 @@ def look(config: Config, folder: Path, programs: bool = False, lacking: str = ""
         machine.look(config, folder, report)
         parts = (
             gpus, engine, data, pictures, model, lora, learners, rewards, sources, environment, gateway, algorithm,
-            scorers, trackers, reached, shown_secrets,
+            scorers, teachers, trackers, reached, shown_secrets,
         )  # fmt: skip
         alone = bool(config.programs) and not programs
         if alone and lacking:
-            report.here.append(f"{lacking}; they are not started, so no reward function and no environment was tried")
+            report.here.append(f"{lacking}; they are not started, so {UNTRIED}")
         elif alone:
             names = ", ".join(f"programs.{name}" for name in config.programs)
             report.notes.append(
-                f"{names}: not started here, so no reward function and no environment was tried; `penstock run` starts "
-                "programs, and where actors are started one by one they are yours to start"
+                f"{names}: not started here, so {UNTRIED}; `penstock run` starts programs, and where actors are "
+                "started one by one they are yours to start"
             )
         for part in parts:
-            if not (alone and part is environment):
+            if not (alone and part in (environment, teachers)):
                 part.look(_untried(config) if alone else config, report)
     needs = plan(config)
     here = "" if visible_gpus() else "; this machine has none, and would compute on its CPU"

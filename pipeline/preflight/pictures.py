@@ -12,6 +12,7 @@ from penstock.protocols.experience import Prompt
 from penstock.services.data.picture_files import PictureError, sizes_of, told
 from penstock.services.environments.config import key_of
 from penstock.services.rollout.config import PluginEngineConfig, VllmEngineConfig
+from penstock.services.runtime.custom_scorer import SERVED
 from penstock.services.runtime.errors import SetupError
 
 if TYPE_CHECKING:  # it imports torch
@@ -42,6 +43,12 @@ def look(config: Config, report: Report) -> None:
     report.problems += _problems(config)
     if blind := [f"scorers.{kind}" for kind, scorer in config.scorers.items() if scorer.scorer in BLIND]:
         report.notes.append(f"{', '.join(blind)}: it reads the words of prompts alone, with <image> for each picture")
+    report.problems += [
+        f"scorers.{kind}: a served_teacher is asked about tokens alone, and {_shown_by(config)[0]}; take a teacher with "
+        "a path"
+        for kind, scorer in config.scorers.items()
+        if scorer.scorer == SERVED
+    ]
     alike = None
     shown = next((prompt for prompt in [report.row, *report.rows.values()] if prompt and prompt.pictures), None)
     by, without = _shown_by(config)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from penstock.pipeline.config import Config
-from penstock.pipeline.preflight.judges import nobody_at
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.preflight.reward_notes import TRUTH, left_out, never_reached
+from penstock.pipeline.preflight.servers import nobody_at
 from penstock.protocols.columns import ColumnTable
 from penstock.protocols.experience import Prompt
 from penstock.services.data.picture_files import blank_picture
-from penstock.services.reward.config import ENVIRONMENT, FunctionConfig
+from penstock.services.reward.config import ASKING, ENVIRONMENT, FunctionConfig
 from penstock.services.reward.function import of_prompt
 from penstock.services.reward.groups import apart, together
 from penstock.services.reward.other_forms import more_of_prompt
@@ -50,7 +50,7 @@ def look(config: Config, report: Report) -> None:
     if not actors(config)["reward"].count(config):
         return
     functions = [(i, f) for i, f in enumerate(config.reward.functions) if f.function != ENVIRONMENT]
-    lacking = {index: why for index, f in functions if (why := nobody_at(f, f"reward.functions.{index}"))}
+    lacking = {index: why for index, f in functions if (why := _unasked(f, f"reward.functions.{index}"))}
     report.here += lacking.values()
     functions = [(index, function) for index, function in functions if index not in lacking]
     if not functions:
@@ -66,6 +66,15 @@ def look(config: Config, report: Report) -> None:
         report.lines += [trial.line] * bool(trial.line)
         report.notes += filter(None, (never_reached(trial.function, trial.key, config), *trial.notes))
     report.notes += dict.fromkeys(left_out(config, [(trial.function, trial.gave) for trial in trials]))
+
+
+def _unasked(function: FunctionConfig, key: str) -> str:
+    """Why the ``function`` at ``key`` has no server to ask; empty: it has, or asks none, or is not to be tried."""
+    url = str(function.options.get("url", ""))
+    if function.function not in ASKING or not function.trial or not url:
+        return ""
+    why = nobody_at(url, f"{key}.options.url")
+    return f"{why}, or set {key}.trial=false" if why else ""
 
 
 def _rows_for(function: FunctionConfig, config: Config, report: Report) -> Iterator[Prompt]:

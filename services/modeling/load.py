@@ -272,16 +272,16 @@ def load_tokenizer(path: str, template: Mapping[str, Any] | None = None, key: st
     return found
 
 
-_SAID = "The answer: 3 + 4 = 7, naïve façade, 你好!"
+TRIED = "The answer: 3 + 4 = 7, naïve façade, 你好!"
 
 
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
 """Files of them; a model that reads ids alone needs none."""
 
 
-def _said(tokenizer: Any) -> list[int]:
-    """Without marks around it: what begins a text is each one's own affair."""
-    return list(tokenizer(_SAID, add_special_tokens=False)["input_ids"])
+def tried_by(tokenizer: Any) -> list[int]:
+    """`TRIED` without marks around it: what begins a text is each one's own affair."""
+    return list(tokenizer(TRIED, add_special_tokens=False)["input_ids"])
 
 
 def check_vocabulary(policy: str, path: str, key: str) -> None:
@@ -295,7 +295,7 @@ def check_vocabulary(policy: str, path: str, key: str) -> None:
         return  # it is told under its own key, or lies on another machine
     folder = Path(path)
     has_one = not folder.is_dir() or any(True for kind in _TOKENIZERS for _ in folder.glob(kind))
-    if has_one and _said(ours) != _said(load_tokenizer(path, key=key)):
+    if has_one and tried_by(ours) != tried_by(load_tokenizer(path, key=key)):
         raise ModelError(
             f"{key}: {path} has another tokenizer than the policy, {policy}: it would read other words than were said; "
             "take a model of the same family"

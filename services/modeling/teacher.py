@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from penstock.protocols.columns import top_columns
+from penstock.protocols.columns import top_values
 from penstock.protocols.experience import Group, Trajectory
 from penstock.services.modeling.frozen_model import FrozenModel
 from penstock.services.modeling.load import devices_of, vocabulary_of
@@ -86,14 +86,10 @@ class Teacher:
             said = {self._column: np.concatenate([values for _, values in mine])}
             if self._k:
                 own = zip(group.trajectories, mine, strict=True)
-                said |= self._tops(np.concatenate([_behind(t, tops[place]) for t, (place, _) in own]))
+                every = np.concatenate([_behind(t, tops[place]) for t, (place, _) in own])
+                said |= top_values(self._column, self._k, every[:, : self._k], every[:, self._k :])
             found.append(said)
         return found
-
-    def _tops(self, every: np.ndarray) -> dict[str, np.ndarray]:
-        ids, logs = (column.name for column in top_columns(self._column, self._k, ""))
-        logs_16 = np.maximum(every[:, self._k :], np.finfo(np.float16).min).astype(np.float16)
-        return {ids: every[:, : self._k].astype(np.int32).reshape(-1), logs: logs_16.reshape(-1)}
 
     def sleep(self) -> None:
         """Gives its devices' memory back, until `wake`."""

@@ -42,8 +42,10 @@ class BrokenScorerError(RuntimeError):
 BUILT_IN = {
     "reward_model": "penstock.services.modeling.reward_model:RewardModel",
     "teacher": "penstock.services.modeling.teacher:Teacher",
+    "served_teacher": "penstock.services.modeling.served_teacher:ServedTeacher",
 }
 """Scorers by name."""
+TEACHERS = ("teacher", SERVED := "served_teacher")
 
 
 class ScorerConfig(Section):
@@ -52,7 +54,8 @@ class ScorerConfig(Section):
     scorer: str
     """``module:Class`` with a method ``score_group(group, columns)`` that returns a map from column to values
     (float32), e.g. ``my_module:Surprise``; or ``reward_model``, a model of transformers that grades answers, or
-    ``teacher``, one that says how likely each token is (with `top_k` among its options, which others would be)."""
+    ``teacher``, one that says how likely each token is (with `top_k` among its options, which others would be), or
+    ``served_teacher``, one that a server of vLLM's has."""
     columns: dict[str, Per] = Field(min_length=1)
     """The columns that it writes, and whether each has a value for every ``trajectory`` or for every ``token`` (of all
     trajectories, one after the other), e.g. ``{surprise: token}``."""
@@ -106,7 +109,7 @@ class ScorerConfig(Section):
     @property
     def top_k(self) -> int:
         """How many tokens a built-in teacher says the likeliest of; 0: none, as of any other scorer."""
-        return (self.options.get("top_k") or 0) if self.scorer == "teacher" else 0
+        return (self.options.get("top_k") or 0) if self.scorer in TEACHERS else 0
 
     @property
     def writes(self) -> str:
@@ -126,6 +129,15 @@ class ScorerConfig(Section):
     def _has_what_it_shares(self) -> ScorerConfig:
         if not self.own_gpus and not self.gpus:
             raise ValueError("own_gpus=false is for processes with a GPU, and gpus=0; set gpus: 1")
+        return self
+
+    @model_validator(mode="after")
+    def _computes_elsewhere(self) -> ScorerConfig:
+        if self.scorer == SERVED and self.gpus:
+            raise ValueError(
+                f"gpus={self.gpus}: a served_teacher asks a server, and computes nothing here; leave it out (those of "
+                "a server that the run starts are programs.NAME.gpus)"
+            )
         return self
 
     @model_validator(mode="after")

@@ -16,12 +16,13 @@ import pytest
 import torch
 
 from penstock.pipeline.config import load
-from penstock.services.broker.archive import read
+from penstock.services.broker.archive import open_group, read
 from penstock.services.learning.batch import open_batch
 from penstock.services.modeling.load import load_model
+from penstock.services.modeling.teacher import Teacher
 from penstock.services.runtime import failpoint
 from penstock.services.trainer.learner import Learner
-from tests.e2e.runs import ROOT, Run, check_promises
+from tests.e2e.runs import ROOT, SHORT, Run, check_promises, free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -142,3 +143,36 @@ def test_versions_go_straight_into_tensor_parallel_workers(tmp_path: Path, monke
     reached = [line for line in said if line["event"] == "receiver reached"]
     assert {line["workers"] for line in reached} == {2} and len(reached) >= 2, "it came back"
     assert check_versions(run.folder, 15) > 0
+
+
+@pytest.mark.slow
+def test_a_teacher_behind_vllms_own_server_says_what_it_would_say_here(tmp_path: Path) -> None:
+    """Which the run starts itself."""
+    (tmp_path / "first").mkdir()
+    first = Run(tmp_path / "first", [*SHORT, "trainer.steps=1", "prompts.eval_every=0"])
+    check_promises(first.wait())
+    model, port = first.folder / "model", free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    command += ["--served-model-name", "wise", "--skip-tokenizer-init", "--dtype", "float32", "--max-model-len", "128"]
+    command += ["--enforce-eager", "--kv-cache-memory-bytes", "67108864"]
+    server = {"command": command, "ready": f"http://127.0.0.1:{port}/health"}
+    server["env"] = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    options = {"url": f"http://127.0.0.1:{port}/v1", "model": "wise", "top_k": 4}
+    wise = {"scorer": "served_teacher", "columns": {"wise": "token"}, "options": options}
+    run = Run(
+        tmp_path,
+        [
+            *SHORT, f"programs={json.dumps({'teacher': server})}", f"scorers={json.dumps({'wise': wise})}",
+            'trainer.algorithm={preset: gkd, distill: {teachers: {wise: 1.0}, divergence: reverse_kl}}',
+        ],
+    )  # fmt: skip
+    check_promises(run.wait())
+    here = Teacher(str(model), "wise", "cpu", "float32", top_k=4)
+    batch, _ = next(iter(read(run.folder, 0)))
+    assert batch.groups
+    for taken in batch.groups:
+        said = here.score_group(open_group(taken), {})
+        np.testing.assert_allclose(taken.columns["wise"], said["wise"], atol=CLOSE)
+        np.testing.assert_allclose(taken.columns["wise.top4_logs"], said["wise.top4_logs"], atol=5e-3)
+        same = taken.columns["wise.top4_ids"] == said["wise.top4_ids"]
+        assert same.mean() > 0.95, "but for some that are equally likely"

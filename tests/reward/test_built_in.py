@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from penstock.services.reward import asking
-from penstock.services.reward.asking import AskingError
 from penstock.services.reward.functions import judge as judging
 from penstock.services.reward.functions.exact_match import exact_match
 from penstock.services.reward.functions.judge import judge
 from penstock.services.reward.functions.math_verify import math_verify
 from penstock.services.reward.functions.number import number
 from penstock.services.reward.functions.overlong import overlong
+from penstock.services.runtime import asking
+from penstock.services.runtime.asking import AskingError
 from tests.reward.serving import serving
 
 
@@ -159,13 +159,12 @@ class Server(BaseHTTPRequestHandler):
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(asking, "FIRST_WAIT_S", 0.05)
-    judging._grades.clear(), asking._client.cache_clear(), Server.asked.clear()
+    judging._grades.clear(), Server.asked.clear()
     with serving(Server) as address:
         yield f"{address}/v1"
 
 
 def ask(url: str, response: str, *script: tuple[int, str]) -> float:
-    asking._client.cache_clear()  # a client belongs to one event loop
     Server.script[:] = script
     return asyncio.run(judge(response, "1 + 1?", "2", url=url, model="m"))
 
@@ -258,11 +257,19 @@ def test_who_waits_for_anothers_question_has_its_error_too(url: str) -> None:
     assert all(isinstance(error, AskingError) for error in asyncio.run(two()))
 
 
-def test_a_judge_says_how_long_to_wait_and_keeps_few_connections(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_says_how_long_to_wait(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "LONGEST_WAIT_S", 0.1)
     assert ask(url, "2", (429, "later"), (200, "grade: 8")) == 0.8
     assert Server.asked[1] - Server.asked[0] >= 0.9, "it asked for a second"
-    assert asking._client()._transport._pool._max_keepalive_connections == asking.KEPT_CONNECTIONS
+
+
+def test_a_loop_has_one_client_which_keeps_few_connections() -> None:
+    async def two() -> tuple[Any, Any]:
+        return asking._client(), asking._client()
+
+    (one, same), (other, _) = asyncio.run(two()), asyncio.run(two())
+    assert one is same and one is not other
+    assert one._transport._pool._max_keepalive_connections == asking.KEPT_CONNECTIONS
 
 
 def test_a_judge_says_until_when_to_wait(url: str) -> None:

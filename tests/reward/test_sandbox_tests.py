@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from penstock.services.reward import asking
-from penstock.services.reward.asking import AskingError
 from penstock.services.reward.functions.code_tests import code_tests
 from penstock.services.reward.functions.sandbox_tests import sandbox_tests
+from penstock.services.runtime import asking
+from penstock.services.runtime.asking import AskingError
 from tests.reward.serving import serving
 
 LOCK = threading.Lock()
@@ -70,7 +70,6 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def reward(url: str, response: str, truth: Any, **options: Any) -> float:
-    asking._client.cache_clear()  # a client belongs to one event loop
     return asyncio.run(sandbox_tests(response, truth, url, **options))
 
 

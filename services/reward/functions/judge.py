@@ -8,7 +8,7 @@ import re
 from collections import OrderedDict
 from typing import Any
 
-from penstock.services.reward.asking import AskingError, ask
+from penstock.services.runtime.asking import AskingError, ask
 
 QUESTION = """Grade an answer to a task, from 0 (useless) to 10 (perfect).
 

@@ -6,8 +6,8 @@ import secrets
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from penstock.services.reward.asking import AskingError, ask
 from penstock.services.reward.program_tests import PYTHON, Case, cases_of, program_of, same
+from penstock.services.runtime.asking import AskingError, ask
 
 MARKS: dict[str, tuple[str, ...]] = {
     "python": PYTHON, "cpp": ("cpp", "c++"), "nodejs": ("javascript", "js", "nodejs", "node"), "go": ("go", "golang"),
