@@ -44,8 +44,8 @@ def look(config: Config, report: Report) -> None:
     if blind := [f"scorers.{kind}" for kind, scorer in config.scorers.items() if scorer.scorer in BLIND]:
         report.notes.append(f"{', '.join(blind)}: it reads the words of prompts alone, with <image> for each picture")
     report.problems += [
-        f"scorers.{kind}: a served_teacher is asked about tokens alone, and {_shown_by(config)[0]}; take a teacher with "
-        "a path"
+        f"scorers.{kind}: a served_teacher is asked about tokens alone, and {_shown_by(config)[0]}; take a teacher "
+        "with a path"
         for kind, scorer in config.scorers.items()
         if scorer.scorer == SERVED
     ]
