@@ -308,7 +308,7 @@ class _Launch:
             raise RunError(error)
         try:
             self._drain(view, broker, "" if outcome == "complete" else error or outcome, failed=bool(error))
-            status, ledger = self._insist(StatusRequest()), self._insist(LedgerRequest())
+            status, ledger = self._insist(StatusRequest(whole=True)), self._insist(LedgerRequest())
             assert isinstance(status, Status) and isinstance(ledger, LedgerReply)
             view.finish(status.state, self._restarts)
             self._insist(StopRun(reason="the supervisor has seen the end", seen=True))

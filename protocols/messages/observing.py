@@ -13,7 +13,9 @@ ENDED: tuple[Phase, ...] = ("done", "stopping")
 
 
 class StatusRequest(Message):
-    """observer → broker."""
+    """observer → broker. ``whole``: with every evaluation that was made, and not the first and the newest alone."""
+
+    whole: bool = False
 
 
 class Status(Message):

@@ -385,8 +385,8 @@ class Handlers:
 
     # --- observers ---------------------------------------------------------------------------------------------------
 
-    def _on_status(self, member: Member, request: int, _message: m.StatusRequest) -> None:
-        self._state.router.send(member.identity, m.Status(state=live_state(self._state)), request)
+    def _on_status(self, member: Member, request: int, asked: m.StatusRequest) -> None:
+        self._state.router.send(member.identity, m.Status(state=live_state(self._state, asked.whole)), request)
 
     def _on_ledger(self, member: Member, request: int, _message: m.LedgerRequest) -> None:
         self._state.router.send(member.identity, ledger_state(self._state), request)

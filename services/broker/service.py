@@ -220,7 +220,7 @@ class Broker:
             state.tell_trainer(state.receivers())
         if now - self._actors_at >= 1.0:
             self._actors_at = now
-            shown = live_state(state)
+            shown = live_state(state, whole=False)
             state.recorder.actors(shown["members"], shown["queues"], shown["lost"])
             if state.exporter:
                 state.exporter.show(shown)

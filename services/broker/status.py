@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from penstock.protocols.messages import LedgerReply
@@ -154,8 +155,16 @@ def _stalled(state: BrokerState, now: float) -> str | None:
     return f"{state.progress.stall}; {lacking} for {now - state.progress.at:.0f} s"
 
 
-def live_state(state: BrokerState) -> dict[str, Any]:
-    """`protocols.messages.Status`."""
+def _told(found: Mapping[Any, Any], whole: bool) -> dict[str, Any]:
+    """Of ``found``, in the order of evaluations, what those want that look again and again: the first, the newest, and
+    those around the run; ``whole``: all."""
+    names = list(found)
+    kept = {*names[:1], *names[-1:], "before", "after"}
+    return {str(name): found[name] for name in names if whole or name in kept}
+
+
+def live_state(state: BrokerState, whole: bool = True) -> dict[str, Any]:
+    """`protocols.messages.Status`; ``whole`` as in `protocols.messages.StatusRequest`."""
     now, under_way = clock.now(), state.evaluation.round
     members = {
         member.name: {
@@ -184,11 +193,11 @@ def live_state(state: BrokerState) -> dict[str, Any]:
         "version": state.versions.latest,
         "max_lag": state.settings.gate.max_lag,
         "evaluating": {"answered": under_way.answered, "size": under_way.size} if under_way else None,
-        "evaluations": dict(state.evaluation.results),
+        "evaluations": _told(state.evaluation.results, whole),
         "evaluated_after": state.evaluation.steps.get("after"),
-        "evaluations_by_set": dict(state.evaluation.by_set),
-        "evaluation_parts": dict(state.evaluation.parts),
-        "eval_losses": {str(step): sets for step, sets in state.losses.by_step.items()},
+        "evaluations_by_set": _told(state.evaluation.by_set, whole),
+        "evaluation_parts": _told(state.evaluation.parts, whole),
+        "eval_losses": _told(state.losses.by_step, whole),
         "rewards": rewards(state),
         "trackers": state.recorder.failing_trackers,
         "then_failed": {learner: words for learner, words in state.progress.then_failed.items() if words},

@@ -428,3 +428,17 @@ def test_a_held_out_row_that_cannot_be_told_costs_itself(tmp_path: Path, redis_u
         begin = said[-1].next
     assert [[row.prompt.index for row in each.rows] for each in said] == [[0, 2, 3], [0]]
     stage.close()
+
+
+def test_whoever_looks_again_and_again_is_told_the_first_and_the_newest(tmp_path: Path, redis_url: str) -> None:
+    stage = Stage(tmp_path, redis_url)
+    for step in range(0, 3000, 10):
+        label, told = f"step {step}" if step else "before", {"held_out": step / 3000}
+        row = {"label": label, "step": step, "reward": step / 3000, "sets": told, "parts": {"held_out/length": 1.0}}
+        stage.broker._state.evaluation.recall(row)
+    observer = stage.peer("observer", "o")
+    few, whole = (observer.box.ask(m.StatusRequest(whole=whole), 5).state for whole in (False, True))
+    for name in ("evaluations", "evaluations_by_set", "evaluation_parts"):
+        assert list(few[name]) == ["before", "step 2990"] and len(whole[name]) == 300
+        assert {label: whole[name][label] for label in few[name]} == few[name]
+    stage.close()

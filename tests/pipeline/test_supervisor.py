@@ -142,7 +142,7 @@ def test_a_checkpoint_is_waited_for_longer_than_anything_else(
     monkeypatch.setattr(launcher, "DRAIN_S", 0.5)
     monkeypatch.setattr(launcher, "CHECKPOINT_S", 3.5)
     monkeypatch.setattr(launcher, "TERM_S", 1.5)
-    monkeypatch.setattr(launcher.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     ended = list[str]()
 
     def state(_mailbox: Any) -> dict[str, Any]:
@@ -183,8 +183,7 @@ def test_a_broker_that_says_nothing_for_long_is_ended_once(
 ) -> None:
     """``answers``: to the launcher's questions, or after how many seconds it gave one up."""
     now, left, found = [0.0], iter(answers), list[tuple[str, float]]()
-    monkeypatch.setattr(launcher.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(launcher.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None))
 
     def state(_mailbox: Any) -> dict[str, Any]:
         answer = next(left)
