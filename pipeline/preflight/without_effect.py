@@ -71,7 +71,7 @@ def _own_clip(loss: Any, preset: str | None) -> Iterator[str]:
 def idle_notes(config: Config) -> Iterator[str]:
     """What one should know of."""
     yield from _of_another_critic(config)
-    yield from _no_dpo(config)
+    yield from _other_pulls(config)
     trainer, algorithm = config.trainer, config.trainer.algorithm
     updates, loss = trainer.updates, algorithm.loss
     aged = algorithm.ratio == "proximal" and algorithm.correction.type == "none" and config.gate.max_lag > 0
@@ -117,17 +117,18 @@ def _of_another_critic(config: Config) -> Iterator[str]:
             yield f"critic.{said[0]}: it is of a critic that says {column}, and this one says {config.critic_column}"
 
 
-def _no_dpo(config: Config) -> Iterator[str]:
-    """What makes another gradient of online DPO's."""
+def _other_pulls(config: Config) -> Iterator[str]:
+    """What makes another gradient of a loss that compares answers of a group beside the reference."""
     trainer = config.trainer
-    if trainer.algorithm.advantage.type != "online_dpo":
+    kind = trainer.algorithm.advantage.type
+    if kind not in ("online_dpo", "gvpo"):
         return
     if trainer.updates > 1:
         yield (
-            f"trainer.algorithm.advantage=online_dpo: a step has {trainer.updates} updates, and its pairs pull as they "
+            f"trainer.algorithm.advantage={kind}: a step has {trainer.updates} updates, and its answers pull as they "
             "did before the first; set trainer.epochs and trainer.mini_batches to 1"
         )
-    if trainer.algorithm.truncated == "mask":
+    if kind == "online_dpo" and trainer.algorithm.truncated == "mask":
         yield (
             "trainer.algorithm.truncated=mask: of a pair, one that was cut off is left out, and the other pulls alone; "
             "set it to learn, and let a reward, e.g. overlong, speak against it"

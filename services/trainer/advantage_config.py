@@ -343,6 +343,30 @@ class OnlineDpoAdvantage(Choice):
         return [REFERENCE]
 
 
+class GvpoAdvantage(Choice):
+    """GVPO, TBA: an answer is to be as much likelier than the others of its group, beside the reference, as its reward
+    is higher. With `loss: reinforce` its gradient is that of their squared difference, as the policy is when the step
+    begins, whoever sampled. Starts a reference; takes a forward pass more."""
+
+    implementation = "advantages.gvpo:gvpo"
+    paper = "Zhang et al. 2025, arXiv:2504.19599; Bartoldson et al. 2025, arXiv:2503.18929; FlowRL: arXiv:2509.15207"
+    least_n = 2
+    by_token = True
+    given = (POLICY, SCORES, SESSIONS)
+    type: Literal["gvpo"] = "gvpo"
+    beta: float = Field(0.1, gt=0)
+    """β: a reward higher by 1 is to make an answer exp(1/β) times as likely beside the reference, e.g. ``0.05``; the
+    larger, the nearer to that."""
+    per_token: bool = False
+    """Means over an answer's tokens are compared, and not their sums, e.g. ``true``, as FlowRL does it, for long
+    answers; with `aggregation: seq-mean-token-mean`."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The reference's log-probabilities."""
+        return [REFERENCE]
+
+
 class NoAdvantage(Choice):
     """None: the policy learns from what stands beside the policy loss alone, such as `distill` or `imitate`. Needs no
     group (`n: 1`), and reads no reward."""
@@ -356,5 +380,6 @@ BuiltInAdvantage = (
     | ReinforcePlusPlusAdvantage | ReinforcePlusPlusBaselineAdvantage | OpoAdvantage | OptimalTokenBaselineAdvantage
     | GpgAdvantage
     | PassAtKAdvantage | MaxRlAdvantage | GdpoAdvantage | GigpoAdvantage | DistillationAdvantage
-    | SelfDistillationAdvantage | PrimeAdvantage | OnlineDpoAdvantage | NoAdvantage
+    | SelfDistillationAdvantage | PrimeAdvantage | OnlineDpoAdvantage | GvpoAdvantage
+    | NoAdvantage
 )  # fmt: skip

@@ -49,6 +49,7 @@ METHODS = {
     "luspo": ["preset=luspo", "loss=null"],
     "m2po": ["loss={type: m2po}"],
     "online_dpo": ["preset=online_dpo", "loss=null"],
+    "gvpo": ["preset=gvpo", "loss=null", "aggregation=null"],
     "sppo": ["preset=sppo", "loss={type: sppo, eta: 3.0}"],
     "subset": ["subset={keep: 4}"],
     "topr": ["loss={type: topr}"],

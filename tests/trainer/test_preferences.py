@@ -1,4 +1,4 @@
-"""Online DPO's gradient is that of the papers' losses, and SPPO's that of its square."""
+"""Online DPO's gradient is that of the papers' losses, and SPPO's and GVPO's those of their squares."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn.functional import logsigmoid
 
 from penstock.pipeline.config import load
 from penstock.protocols.columns import REFERENCE
 from penstock.services.runtime import registry
+from penstock.services.trainer.algorithms.advantages.gvpo import gvpo
 from penstock.services.trainer.algorithms.advantages.online_dpo import online_dpo
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
@@ -81,8 +84,50 @@ def test_the_gradient_is_that_of_sppos_square() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
 
 
-def test_a_reference_comes_with_it_and_no_critic() -> None:
-    config = load(Path("configs/quickstart.yaml"), ["trainer.algorithm={preset: online_dpo}"])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_the_gradient_is_that_of_gvpos_square(per_token: bool) -> None:
+    step, beta, model, losses = a_step(4), 0.3, a_model(), []
+    random = np.random.default_rng(2)
+    reference = [(t.logprobs - 0.3 * random.random(len(t.tokens))) * t.loss_mask for t in step.trajectories]
+    step = step.with_tokens(REFERENCE, [each.astype(np.float32) for each in reference])
+    aggregation = "seq-mean-token-mean" if per_token else "seq-mean-token-sum"
+    chosen = {"advantage": {"beta": beta, "per_token": per_token}, "aggregation": aggregation}
+    learner = a_learner(preset="gvpo", **chosen)
+    learner.accumulate(step)
+    far = []
+    for place, trajectory in enumerate(step.trajectories):
+        parts = logs(model, trajectory) - torch.from_numpy(step.token_values[REFERENCE][place][1:])
+        far.append(parts.sum() / (trajectory.loss_mask[1:].sum() if per_token else 1))
+    for number in np.unique(step.groups):
+        mine = np.flatnonzero(step.groups == number)
+        h, rewards = torch.stack([far[place] for place in mine]), torch.from_numpy(step.rewards[mine])
+        losses.append((rewards - rewards.mean() - beta * (h - h.mean())).square().sum() / (2 * beta))
+    (torch.stack(losses).sum() / len(step.trajectories)).backward()
+    for found, theirs in zip(gradients(learner), [p.grad for p in model.parameters()], strict=True):
+        torch.testing.assert_close(found, theirs, rtol=1e-3, atol=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**31 - 1), beta=st.floats(0.05, 2.0))
+def test_gvpo_is_at_rest_where_answers_are_as_likely_as_their_rewards_say(seed: int, beta: float) -> None:
+    torch.manual_seed(seed)
+    groups, scores, mask = torch.tensor([3, 3, 3, 8, 8, 9]), torch.randn(6), torch.rand(6, 4) > 0.3
+    mask[:, 0] = True
+    reference, of_group = torch.randn(6, 4), torch.randn(3)[torch.tensor([0, 0, 0, 1, 1, 2])]
+    share = (scores / beta + of_group) / mask.sum(-1)
+    about = reference, reference + share[:, None], scores, torch.arange(6)
+    zeros = torch.zeros(6, 4)
+    assert gvpo(zeros, mask.float(), groups, *about, beta=beta, per_token=False).abs().max() < 1e-4
+    higher = scores.clone()
+    higher[1] += 1.0
+    about = reference, reference + share[:, None], higher, torch.arange(6)
+    found = gvpo(zeros, mask.float(), groups, *about, beta=beta, per_token=False)[:, 0]
+    torch.testing.assert_close(found, torch.tensor([-1 / 3, 2 / 3, -1 / 3, 0, 0, 0]), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("preset", ["online_dpo", "gvpo"])
+def test_a_reference_comes_with_it_and_no_critic(preset: str) -> None:
+    config = load(Path("configs/quickstart.yaml"), [f"trainer.algorithm={{preset: {preset}}}"])
     there = {kind for kind, spec in registry.actors(config).items() if spec.names(config)}
     assert "reference" in there and "critic" not in there
 
