@@ -19,7 +19,7 @@ from penstock.pipeline.resources.trainer_memory import (
 )
 from penstock.protocols.versions import DTYPE_BYTES
 from penstock.services.critic.config import CriticConfig, shares_devices
-from penstock.services.learning.config import LearnerConfig
+from penstock.services.learning.config import CheckpointConfig, LearnerConfig
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime import registry
@@ -186,17 +186,24 @@ def host_needs(config: Config) -> HostNeeds | None:
     reference = _version(shape_of(config, config.reference.path) or shape)
     learned = critic_shape(config) or shape
     shares = config.run.colocated and shares_devices(config)
-    critic, of_critic = _critic(learned, config.critic, shares) if config.with_critic else (0.0, 0.0)
+    critic, of_critic, critic_weights = _critic(learned, config.critic, shares) if config.with_critic else (0.0,) * 3
     scorers = sum(
         scorer.count * _model_gib(config, scorer) for scorer in config.scorers.values() if not scorer.own_gpus
     )
     steps = config.trainer.steps or 0  # where nobody has counted them: none stay for ever
-    checkpoints = config.trainer.checkpoint.kept(steps) * state + config.critic.checkpoint.kept(steps) * critic
+    checkpoints = _stored(config.trainer.checkpoint, steps, state, 4 * (trained + shape.frozen) / GIB)
+    checkpoints += _stored(config.critic.checkpoint, steps, critic, critic_weights)
     kept = _activations(shape, config.trainer)
     return HostNeeds(
         version, shared, offloaded, kept, resting, copies * state, routing, checkpoints, reference, scorers,
         config.critic.replicas * critic, of_critic, _activations(learned, config.critic) * config.with_critic,
     )  # fmt: skip
+
+
+def _stored(checkpoint: CheckpointConfig, steps: int, whole: float, weights: float) -> float:
+    """GiB of a learner's checkpoints, of which each has so many, or with its ``weights`` alone."""
+    with_all, without = checkpoint.kept(steps)
+    return with_all * whole + without * weights
 
 
 def on_trainer_nodes(config: Config, nodes: int) -> dict[str, int]:
@@ -214,8 +221,9 @@ def processes_of(spec: ActorSpec, config: Config) -> int:
     return spec.ranks(config) + is_vllm * max(1, spec.gpus(config))
 
 
-def _critic(shape: Shape, critic: CriticConfig, rests: bool) -> tuple[float, float]:
-    """GiB of one of its checkpoints, and of all that it keeps on the host, where it ``rests`` there or is offloaded."""
+def _critic(shape: Shape, critic: CriticConfig, rests: bool) -> tuple[float, float, float]:
+    """GiB of one of its checkpoints; of all that it keeps on the host, where it ``rests`` there or is offloaded; and of
+    its weights in a checkpoint."""
     lora = critic.lora
     trained = shape.adapter(lora.rank, lora.targets, lora.exclude) if lora else shape.parameters
     state = state_bytes(critic.optimizer, trained, 0 if lora else shape.ends)
@@ -225,7 +233,7 @@ def _critic(shape: Shape, critic: CriticConfig, rests: bool) -> tuple[float, flo
     kept = critic.weights_on_host * (critic.replicas * (state + 4 * trained + towers) + frozen) + means
     if rests:
         kept += codes + (not critic.weights_on_host) * (critic.replicas * (state + towers) + frozen - means)
-    return state / GIB, kept / GIB
+    return state / GIB, kept / GIB, 4 * trained / GIB
 
 
 def registered_share(shape: Shape, shards: int) -> float:

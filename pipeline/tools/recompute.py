@@ -64,7 +64,8 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
         determinism.pin(folder, "trainer", config.trainer.threads)
     torch.set_num_threads(config.trainer.threads)
     checkpoints = folder / "checkpoints"
-    usable = [v for v in checkpoint_folders.versions(checkpoints) if only is not None and v <= only]
+    there = [] if only is None else [v for v in checkpoint_folders.versions(checkpoints) if v <= only]
+    usable = [v for v in there if not checkpoint_folders.without_optimizer(checkpoints, v)]
     start = checkpoint_folders.path_of(checkpoints, usable[-1]) if usable else None
     begun = str(model_path(config, folder))
     world = World(device_of(config.trainer.device))

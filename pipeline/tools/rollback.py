@@ -13,7 +13,14 @@ from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.config.passwords import hide_password
 from penstock.pipeline.run.lock import held, is_at_work
 from penstock.protocols.run_lock import holder
-from penstock.services.runtime.checkpoint_folders import MIXTURES, ROLLED_BACK, TAIL_STEPS, path_of, versions
+from penstock.services.runtime.checkpoint_folders import (
+    MIXTURES,
+    ROLLED_BACK,
+    TAIL_STEPS,
+    path_of,
+    versions,
+    without_optimizer,
+)
 from penstock.services.runtime.files import write_whole
 from penstock.services.runtime.lines import each_line, line_of
 
@@ -49,6 +56,13 @@ def rollback(
     if version not in there:
         has = ", ".join(map(str, there)) or "none"
         raise ConfigError(f"VERSION: {run} has no checkpoint of version {version}; it has {has}")
+    if without_optimizer(run / "checkpoints", version):
+        whole = [each for each in there if not without_optimizer(run / "checkpoints", each)]
+        raise ConfigError(
+            f"VERSION: the checkpoint of version {version} has the model alone (trainer.checkpoint.keep_optimizer): a "
+            f"new run begins with it by model.path={path_of(run / 'checkpoints', version)}; the run can be taken back "
+            f"to {', '.join(map(str, whole)) or 'none'}"
+        )
     config = load(run / "config.yaml")
     _check_reference(run, version, config)
     critics = _critic_at(run, version) if config.with_critic else version
@@ -112,9 +126,11 @@ def _check_reference(run: Path, version: int, config: Config) -> None:
 def _critic_at(run: Path, version: int) -> int:
     """The critic's version to go on with. Raises `ConfigError` where it has none that is near enough: without its own
     it would begin anew, beside a policy that has learned."""
-    there = [each for each in versions(run / "critic" / "checkpoints") if version - TAIL_STEPS < each <= version]
+    folder = run / "critic" / "checkpoints"
+    every = [each for each in versions(folder) if not without_optimizer(folder, each)]
+    there = [each for each in every if version - TAIL_STEPS < each <= version]
     if not there:
-        has = ", ".join(map(str, versions(run / "critic" / "checkpoints"))) or "none"
+        has = ", ".join(map(str, every)) or "none"
         raise ConfigError(
             f"VERSION: the critic has no checkpoint of version {version}, nor of the {TAIL_STEPS} steps before; it has "
             f"{has}"

@@ -192,7 +192,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Critic | WorkerRank:
 
     learner, tail = checkpoint.open_learner(folder, world, path, learner_of)
     kept, tokenizer = critic.checkpoint, load_tokenizer(path, key=key)
-    saver = checkpoint.Saver(learner, tokenizer, folder, kept.keep, kept.keep_every)
+    saver = checkpoint.Saver(learner, tokenizer, folder, kept)
     steps = Steps(learner, saver, config.columns, config.run.deterministic)
     return WorkerRank(steps, shift) if world.rank else Critic(context, steps, tail, critic, shift)
 

@@ -13,7 +13,6 @@ import errno
 import json
 import os
 import re
-import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -30,11 +29,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
+from penstock.services.learning.config import CheckpointConfig
 from penstock.services.learning.host_moments import MOMENTS
 from penstock.services.learning.joined_files import join_weights, numbered
 from penstock.services.learning.model_learner import ModelLearner
 from penstock.services.learning.muon import MOMENTUM
 from penstock.services.learning.optimizer import keeps_on_device, local, restore_state, state_names
+from penstock.services.learning.removal import aside, discard, remove_old, remove_partial
 from penstock.services.learning.shard_writer import ShardWriter
 from penstock.services.modeling.adapter_files import FILE
 from penstock.services.modeling.experts import is_experts, one_as_in_files
@@ -45,7 +46,7 @@ from penstock.services.modeling.parallel.fsdp import first_row, of_local
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.pinned import pin
 from penstock.services.modeling.weight_files import INDEX, SINGLE
-from penstock.services.runtime.checkpoint_folders import latest, path_of, versions
+from penstock.services.runtime.checkpoint_folders import OPTIMIZER, STATE, latest, path_of, versions
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.files import sync
 from penstock.services.runtime.processes import raise_file_limit
@@ -55,10 +56,8 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or
 
 AVERAGE = "average"
 """In the optimizer's state too, where a learner keeps a running mean of its weights."""
-OPTIMIZER, STATE = "optimizer", "state.json"
 SHARDED = "sharded"
 """Where the ranks' parts of the weights are, until they are joined."""
-_PARTIAL, _REMOVED = ".{}.partial", ".removed-"
 
 
 class CheckpointError(SetupError):
@@ -84,14 +83,11 @@ class _Staged:
 
 
 class Saver:
-    """Saves versions of ``learner`` below ``folder``, one at a time; the newest ``keep`` stay, and the multiples of
-    ``keep_every``. All ranks have one and call it alike, but for `remove_old`, which is the first rank's."""
+    """Saves versions of ``learner`` below ``folder``, one at a time, of which those stay that ``kept`` says. All ranks
+    have one and call it alike, but for `remove_old`, which is the first rank's."""
 
-    def __init__(
-        self, learner: ModelLearner, tokenizer: Any, folder: Path, keep: int, keep_every: int | None = None
-    ) -> None:
-        self._learner, self._tokenizer, self._folder = learner, tokenizer, folder
-        self._keep, self._keep_every = keep, keep_every
+    def __init__(self, learner: ModelLearner, tokenizer: Any, folder: Path, kept: CheckpointConfig) -> None:
+        self._learner, self._tokenizer, self._folder, self._kept = learner, tokenizer, folder, kept
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._last: Future[Path] | None = None
         self._pages: dict[str, torch.Tensor] = {}
@@ -106,8 +102,8 @@ class Saver:
         learner, target = self._learner, path_of(self._folder, self._learner.version)
         there = target.exists()
         if learner.world.rank == 0 and not there:  # before anybody else looks into it
-            _discard(_aside(target))
-            (_aside(target) / "trainer").mkdir(parents=True)
+            discard(aside(target))
+            (aside(target) / "trainer").mkdir(parents=True)
         if learner.world.share(b"is there" if there else b"") == b"is there":  # rank 0 says so for all
             done: Future[Path] = Future()
             done.set_result(target)
@@ -116,19 +112,18 @@ class Saver:
         self._last = self._writer.submit(self._write, staged, target)
         return self._last
 
-    def remove_old(self, spared: Collection[int] = ()) -> None:
-        """All but the newest ones, and those of the ``spared`` versions. What cannot be removed now, since somebody on
-        NFS has it open, say, is tried again with the next."""
-        kept: list[str] = []
-        for old in versions(self._folder)[: -self._keep]:
-            if old not in spared and not (self._keep_every and old % self._keep_every == 0):
-                try:
-                    _discard(path_of(self._folder, old))
-                except OSError as error:
-                    kept.append(str(error.filename))
-        left = kept + _sweep(self._folder)
+    def remove_old(self, spared: Collection[int] = (), busy: Collection[int] = ()) -> None:
+        """All but the newest ones, and those of the ``spared`` versions; of what is ``busy`` all stays. What cannot be
+        removed now is tried again with the next."""
+        left = remove_old(
+            self._folder,
+            self._kept.keep,
+            lambda old: old in spared or bool(self._kept.keep_every and old % self._kept.keep_every == 0),
+            None if self._kept.keep_optimizer == "all" else busy,
+        )
         if left and not self._told:
-            log.warning("old checkpoints cannot be removed; they are tried again with each new one", left=left[:4])
+            told = sorted(left)[:4]
+            log.warning("old checkpoints cannot be removed; they are tried again with each new one", left=told)
         self._told = bool(left)
 
     def forget_above(self, version: int) -> None:
@@ -136,7 +131,7 @@ class Saver:
         for later in versions(self._folder):
             if later > version:
                 with suppress(OSError):  # without its name it is no checkpoint any more
-                    _discard(path_of(self._folder, later))
+                    discard(path_of(self._folder, later))
 
     def close(self) -> None:
         """Until nothing is being written. Raises what went wrong."""
@@ -150,7 +145,7 @@ class Saver:
         except (Exception, CheckpointException) as error:
             if self._learner.world.rank == 0:  # what is there of it may be what fills the disk
                 with suppress(OSError):
-                    _discard(_aside(target))
+                    discard(aside(target))
             failures = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
             for number in (_errno(failed) for failed, _ in failures):
                 if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -160,40 +155,40 @@ class Saver:
             raise
 
     def _write_all(self, staged: _Staged, target: Path) -> Path:
-        world, aside = self._learner.world, _aside(target)
+        world, folder = self._learner.world, aside(target)
         cut = world.size > 1
         together = {"process_group": world.save_group, "no_dist": not cut}
-        weights = ShardWriter(str(aside / SHARDED if cut else aside), staged.files, save_distributed=cut)
+        weights = ShardWriter(str(folder / SHARDED if cut else folder), staged.files, save_distributed=cut)
         dcp.save(staged.weights, storage_writer=weights, **together)
         if staged.optimizer:
-            optimizer = ShardWriter(str(aside / "trainer" / OPTIMIZER), save_distributed=True)
+            optimizer = ShardWriter(str(folder / "trainer" / OPTIMIZER), save_distributed=True)
             dcp.save(staged.optimizer, storage_writer=optimizer, **together)
         if world.rank == 0:
-            self._finish(staged, aside, target)
+            self._finish(staged, folder, target)
         return target
 
-    def _finish(self, staged: _Staged, aside: Path, target: Path) -> None:
+    def _finish(self, staged: _Staged, folder: Path, target: Path) -> None:
         """Takes as long as it takes: the other ranks have written, and wait for nothing."""
-        if (sharded := aside / SHARDED).is_dir():
+        if (sharded := folder / SHARDED).is_dir():
             raise_file_limit()  # all of them are open at once
-            join_weights(sharded, aside, staged.files)
+            join_weights(sharded, folder, staged.files)
             shutil.rmtree(sharded)
         adapted = self._learner.adapted
-        if (single := aside / "model-00001-of-00001.safetensors").exists():  # as transformers and peft call it
-            single.rename(aside / (FILE if adapted else SINGLE))
-            (aside / INDEX).unlink(missing_ok=True)
+        if (single := folder / "model-00001-of-00001.safetensors").exists():  # as transformers and peft call it
+            single.rename(folder / (FILE if adapted else SINGLE))
+            (folder / INDEX).unlink(missing_ok=True)
         if adapted:
-            adapted.write_config(aside)
+            adapted.write_config(folder)
         else:
-            self._write_config(aside)
-        self._tokenizer.save_pretrained(aside)
+            self._write_config(folder)
+        self._tokenizer.save_pretrained(folder)
         state = {"version": staged.version, "ledger": staged.ledger, "state": staged.state}
         state["optimizer"] = bool(staged.optimizer)
-        (aside / "trainer" / STATE).write_text(json.dumps(state))
-        for path in aside.rglob("*"):
+        (folder / "trainer" / STATE).write_text(json.dumps(state))
+        for path in folder.rglob("*"):
             sync(path)
-        sync(aside)
-        aside.rename(target)
+        sync(folder)
+        folder.rename(target)
         sync(self._folder)
         log.info("checkpoint saved", version=staged.version, path=str(target))
 
@@ -218,35 +213,6 @@ def _errno(error: BaseException) -> int | None:
         return error.errno
     found = re.search(r"\(os error (\d+)\)", str(error))
     return int(found[1]) if found else None
-
-
-def _aside(target: Path) -> Path:
-    """Where a checkpoint is written that will be ``target``."""
-    return target.with_name(_PARTIAL.format(target.name))
-
-
-def remove_partial(folder: Path) -> None:
-    """Removes what a trainer that died while it saved has left."""
-    for path in folder.glob(_PARTIAL.format("step-*")):
-        _discard(path)
-    _sweep(folder)
-
-
-def _discard(path: Path) -> None:
-    """Removes it, if it is there. It loses its name first: a trainer that still writes there makes nothing torn of it.
-    Raises `OSError` where it keeps its name."""
-    with suppress(FileNotFoundError):
-        path.rename(path.with_name(f"{_REMOVED}{secrets.token_hex(4)}-{path.name}"))
-    _sweep(path.parent)
-
-
-def _sweep(folder: Path) -> list[str]:
-    """Removes what has lost its name; returns what stays of it."""
-    left: list[str] = []
-    for path in folder.glob(f"{_REMOVED}*"):
-        shutil.rmtree(path, ignore_errors=True)
-        left += [str(path)] if path.exists() else []
-    return left
 
 
 def agreed(folder: Path, world: World) -> Path | None:
@@ -291,7 +257,7 @@ def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:
     if state.get("optimizer") and not folder.is_dir():
         raise CheckpointError(
             f"{path} has no trainer/{OPTIMIZER} any more, without which its moments would begin anew: copy it, too, or "
-            "begin a new run with its weights by model.path"
+            "begin a new run with its weights by model.path (checkpoint.keep_optimizer=newest leaves older ones none)"
         )
     if folder.is_dir():
         reader = HuggingFaceStorageReader(str(folder))

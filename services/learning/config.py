@@ -103,6 +103,10 @@ class CheckpointConfig(Section):
     keep_best: bool = False
     """Keep the one with the best evaluation so far too (`prompts.best_by`); needs `prompts.eval_every`, a multiple of
     `every`."""
+    keep_optimizer: Literal["all", "newest"] = "all"
+    """Which checkpoints keep the optimizer's state, two thirds of each (AdamW): ``all``; or ``newest``, the newest
+    `keep` alone: what stays beyond these (`keep_every`, `keep_best`) can be evaluated, merged and begun from, but a
+    run cannot be rolled back to it."""
     then: str | tuple[str, ...] | None = None
     """A command for each checkpoint, to upload it, say, e.g. ``hf upload me/my-model {folder} step-{step} --exclude
     "trainer/*"``, beside the next steps, one after another, without a shell; ``{folder}`` is the checkpoint's, and
@@ -133,9 +137,11 @@ class CheckpointConfig(Section):
         """Those of `then`; none: there is no such command."""
         return words_of(self.then, THEN) if self.then is not None else []
 
-    def kept(self, steps: int) -> int:
-        """Checkpoints that there are at most within so many steps, with the one that is being written."""
-        return self.keep + self.keep_best + 1 + (steps // self.keep_every if self.keep_every else 0)
+    def kept(self, steps: int) -> tuple[int, int]:
+        """Checkpoints that there are at most within so many steps, with the one that is being written: those that have
+        the optimizer's state, and those that have lost it."""
+        older = self.keep_best + (steps // self.keep_every if self.keep_every else 0)
+        return (self.keep + 1, older) if self.keep_optimizer == "newest" else (self.keep + 1 + older, 0)
 
 
 class LearnerConfig(Section):

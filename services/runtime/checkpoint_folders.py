@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -12,6 +13,8 @@ ROLLED_BACK = "rolled-back"
 """In a run's folder: the version that it was taken back to, until its broker has seen it."""
 TAIL_STEPS = 200
 """Of the ledger, that a trainer's checkpoint remembers: a critic that is further behind cannot follow any more."""
+OPTIMIZER, STATE = "optimizer", "state.json"
+"""In the folder trainer/ of a checkpoint."""
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -24,6 +27,21 @@ def versions(folder: Path) -> list[int]:
 def path_of(folder: Path, version: int) -> Path:
     """Where the checkpoint of ``version`` is, below ``folder``."""
     return folder / f"step-{version:06d}"
+
+
+def optimizer_of(folder: Path, version: int) -> Path:
+    """Where the optimizer's state lies in the checkpoint of ``version`` below ``folder``, once an update was made."""
+    return path_of(folder, version) / "trainer" / OPTIMIZER
+
+
+def without_optimizer(folder: Path, version: int) -> bool:
+    """The checkpoint of ``version`` below ``folder`` has lost its optimizer's state (`checkpoint.keep_optimizer`): no
+    run goes on from it."""
+    try:
+        had = json.loads((path_of(folder, version) / "trainer" / STATE).read_text()).get("optimizer", False)
+    except (OSError, ValueError):
+        return False  # it lacks more than that, which whoever goes on from it is told
+    return had and not optimizer_of(folder, version).is_dir()
 
 
 def latest(folder: Path) -> Path | None:

@@ -60,7 +60,7 @@ class Trainer:
         self._tail = [LedgerRow(**row) for row in rank.tail]
         """The last committed steps, for a broker whose store has lost them."""
         kept = settings.trainer.checkpoint
-        saver = checkpoint.Saver(self._learner, rank.tokenizer, settings.checkpoints, kept.keep, kept.keep_every)
+        saver = checkpoint.Saver(self._learner, rank.tokenizer, settings.checkpoints, kept)
         handed_on = HandedOn(kept.then_words, kept.then_s, settings.checkpoints, context.folder / "logs/trainer.then")
         followed = (settings.reference_every, settings.mixtures)
         self._saving = Saving(self._learner, saver, self.actor.mailbox, kept.keep_best, handed_on, *followed)

@@ -22,7 +22,7 @@ class WorkerRank:
         rank = make_rank(context, settings)
         self._world, self._learner, self._shift = rank.world, rank.learner, rank.shift
         kept = settings.trainer.checkpoint
-        self._saver = checkpoint.Saver(self._learner, rank.tokenizer, settings.checkpoints, kept.keep, kept.keep_every)
+        self._saver = checkpoint.Saver(self._learner, rank.tokenizer, settings.checkpoints, kept)
         self._sender = RankSender(make_exporter(self._learner, settings), settings.weights.host, settings.colocated)
         self._read = threading.Event()
         self._read.set()

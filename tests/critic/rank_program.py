@@ -20,7 +20,7 @@ from penstock.services.critic.learner import CriticLearner
 from penstock.services.critic.process_learner import ProcessLearner
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.learning.config import Penalties
+from penstock.services.learning.config import CheckpointConfig, Penalties
 from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.parallel.fsdp import full
 from penstock.services.modeling.parallel.start import load_trainable
@@ -91,7 +91,7 @@ def check(
         cut, plain = (critic_of(folder, each, sums, lora, processes=processes) for each in (world, World(CPU)))
         for seed in range(3):
             same_step(cut, plain, step_of(seed))
-    saver = checkpoint.Saver(cut, Tokenizer(), checkpoints, 1)
+    saver = checkpoint.Saver(cut, Tokenizer(), checkpoints, CheckpointConfig(keep=1))
     path = saver.begin().result()
     saver.close()
     world.share()  # rank 0 gives it its name

@@ -11,7 +11,7 @@ import torch
 from penstock.services.critic.config import CriticConfig
 from penstock.services.critic.learner import CriticLearner
 from penstock.services.learning.checkpoint import Saver
-from penstock.services.learning.config import Penalties
+from penstock.services.learning.config import CheckpointConfig, Penalties
 from penstock.services.modeling.load import load_model
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
@@ -35,7 +35,7 @@ def test_it_has_the_policys_body_says_what_its_own_code_does_and_is_whole_in_a_c
         value_head(model).weight.normal_(generator=torch.Generator().manual_seed(0))
     learner, step = CriticLearner(model, CriticConfig(), 50, 1.0, 1.0, Penalties()), a_step(0)
     found = learner.values(step)
-    saved = Saver(learner, Tokenizer(), tmp_path / "run", keep=1).begin().result()
+    saved = Saver(learner, Tokenizer(), tmp_path / "run", CheckpointConfig(keep=1)).begin().result()
     again = load_model(str(saved), "float32", CPU, head="value").eval()
     assert all(torch.equal(value, again.get_parameter(name)) for name, value in model.named_parameters())
     for trajectory, values in zip(step.trajectories[:3], found, strict=False):

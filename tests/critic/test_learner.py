@@ -17,7 +17,7 @@ from penstock.services.critic.learner import CriticLearner
 from penstock.services.critic.value_loss import value_loss
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.learning.config import ConstraintConfig, Penalties
+from penstock.services.learning.config import CheckpointConfig, ConstraintConfig, Penalties
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.values import value_head
@@ -123,7 +123,7 @@ def test_a_trajectory_without_reward_has_no_part_in_it(policy: Path) -> None:
 def test_it_goes_on_from_a_checkpoint_as_if_nothing_had_been(policy: Path, tmp_path: Path) -> None:
     learner, step = critic_of(policy), a_step(3)
     learner.train(valued(learner, step))
-    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path / "checkpoints", 2)
+    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path / "checkpoints", CheckpointConfig(keep=2))
     path = saver.begin([{"step": 0, "groups": [0, 1, 2]}]).result()
     saver.close()
     other = critic_of(path)

@@ -23,7 +23,7 @@ from penstock.pipeline.tools.merge import merge
 from penstock.services.critic.config import CriticConfig
 from penstock.services.critic.learner import CriticLearner
 from penstock.services.learning import checkpoint
-from penstock.services.learning.config import Penalties
+from penstock.services.learning.config import CheckpointConfig, Penalties
 from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
@@ -65,7 +65,7 @@ def test_a_checkpoint_goes_on_as_it_was_and_is_pefts_own(policy: Path, tmp_path:
     learner = critic_of(policy)
     for seed in range(3):
         learner.train(valued(learner, a_step(seed)))
-    saver = checkpoint.Saver(learner, make_tokenizer(set("ab")), tmp_path / "checkpoints", 2)
+    saver = checkpoint.Saver(learner, make_tokenizer(set("ab")), tmp_path / "checkpoints", CheckpointConfig(keep=2))
     path = saver.begin().result()
     saver.close()
     assert all(".lora_" in name or name.endswith(HEAD) for name in load_file(path / "adapter_model.safetensors"))
@@ -94,7 +94,7 @@ def test_a_whole_critic_is_merged_with_its_head_and_is_nothing_to_evaluate(tied:
     Qwen3ForCausalLM(Qwen3Config(**TINY | {"tie_word_embeddings": tied})).save_pretrained(tmp_path / "policy")
     learner = whole_critic_of(tmp_path / "policy")
     learner.train(valued(learner, a_step(0)))
-    saver = checkpoint.Saver(learner, make_tokenizer(set("ab")), tmp_path / "checkpoints", 2)
+    saver = checkpoint.Saver(learner, make_tokenizer(set("ab")), tmp_path / "checkpoints", CheckpointConfig(keep=2))
     path = saver.begin().result()
     saver.close()
     merge(path, tmp_path / "merged")

@@ -15,6 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.protocols.digests import Gmac
 from penstock.services.learning import checkpoint
+from penstock.services.learning.config import CheckpointConfig
 from penstock.services.modeling import attention, head
 from penstock.services.modeling.attention import Segments, Way
 from penstock.services.modeling.norms import fuse_norms
@@ -134,7 +135,7 @@ def test_a_trainer_resumes_on_a_gpu(tmp_path: Path, cuda: torch.device, note: No
     learner = a_learner(tmp_path / "model", cuda)
     for seed in range(3):
         learner.train(a_step(seed))
-    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path / "saved", keep=1)
+    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path / "saved", CheckpointConfig(keep=1))
     path = saver.begin().result()
     again = a_learner(path, cuda)
     checkpoint.restore(again, path)

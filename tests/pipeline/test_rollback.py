@@ -116,3 +116,15 @@ def test_what_others_would_lack_is_told_before(
     done = CliRunner().invoke(app, ["rollback", str(tmp_path), "500"])
     assert why in f"{done.output}{done.exception}".replace("\n", " ")
     assert (tmp_path / "set-aside").exists() == (done.exit_code == 0)
+
+
+def test_to_one_that_has_the_model_alone_there_is_no_way_back(tmp_path: Path) -> None:
+    for version in (100, 200, 300):
+        state = tmp_path / "checkpoints" / f"step-{version:06d}" / "trainer"
+        (state / "optimizer" if version == 300 else state).mkdir(parents=True)
+        (state / "state.json").write_text('{"optimizer": true}')
+    (tmp_path / "config.yaml").write_text(dump(load(QUICKSTART, [])))
+    done = CliRunner().invoke(app, ["rollback", str(tmp_path), "200"])
+    said = f"{done.output}{done.exception}"
+    assert "keep_optimizer" in said and "can be taken back to 300" in said and not (tmp_path / "set-aside").exists()
+    assert CliRunner().invoke(app, ["rollback", str(tmp_path), "300"]).exit_code == 0

@@ -16,6 +16,7 @@ from penstock.protocols.digests import Gmac
 from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.messages import Hello
 from penstock.services.learning import checkpoint
+from penstock.services.learning.config import CheckpointConfig
 from penstock.services.modeling.parallel.fsdp import full
 from penstock.services.modeling.parallel.world import Shape, World
 from penstock.services.trainer.algorithms.losses.ppo_clip import ppo_clip
@@ -108,7 +109,7 @@ def main(address: str, folder: Path, shape: str) -> None:
         elif follower:
             follower.follow(current_queue(CPU).mark(), lambda: None)
         world.share(b"next")
-    saver = checkpoint.Saver(learner, Tokenizer(), folder / "checkpoints", keep=1)
+    saver = checkpoint.Saver(learner, Tokenizer(), folder / "checkpoints", CheckpointConfig(keep=1))
     path = saver.begin().result()
     world.share(b"saved")
     again = learn(str(path), world)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from penstock.services.learning import checkpoint
+from penstock.services.learning.config import CheckpointConfig
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
 from penstock.services.trainer.config import TrainerConfig
@@ -27,7 +28,7 @@ def main(path: Path, target: Path, dtype: str, steps: int, optimizer: str) -> Le
         checkpoint.restore(learner, path)
     for seed in range(steps):
         learner.train(a_step(seed))
-    saver = checkpoint.Saver(learner, Tokenizer(), target, keep=1)
+    saver = checkpoint.Saver(learner, Tokenizer(), target, CheckpointConfig(keep=1))
     saver.begin()
     saver.close()
     if world.size > 1:

@@ -26,6 +26,7 @@ from penstock.protocols.digests import Gmac
 from penstock.protocols.versions import digests_of
 from penstock.services.learning import checkpoint, joined_files, muon
 from penstock.services.learning.batch import TrainingBatch
+from penstock.services.learning.config import CheckpointConfig
 from penstock.services.modeling.families import PLAIN
 from penstock.services.modeling.parallel.fsdp import forward, full
 from penstock.services.modeling.parallel.tensor import is_turned, sum_partial
@@ -168,12 +169,12 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
     cut.version -= 1
     for name, value in BESIDE.items():
         cut.model.register_buffer(name, value.to(device))
-    saver = checkpoint.Saver(cut, Tokenizer(), folder / "checkpoints", keep=1)
+    saver = checkpoint.Saver(cut, Tokenizer(), folder / "checkpoints", CheckpointConfig(keep=1))
     with pytest.MonkeyPatch.context() as slow:
         written, beside = threading.Event(), dist.new_group(backend="gloo")
         slow.setattr(joined_files, "FILE_BYTES", 20_000)  # as large models have them: many files
         if world.rank == 0:  # it clears what is left of an earlier save while the others are ready to write
-            slow.setattr(checkpoint, "_discard", _late(checkpoint._discard))
+            slow.setattr(checkpoint, "discard", _late(checkpoint.discard))
             few = psutil.Process().num_fds() + 100
             resource.setrlimit(resource.RLIMIT_NOFILE, (few, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
             slow.setattr(checkpoint, "join_weights", _after(written, checkpoint.join_weights))

@@ -21,8 +21,9 @@ from penstock.protocols.columns import Column, ColumnTable
 from penstock.protocols.experience import as_bytes
 from penstock.protocols.messages import Batch, Keep, TakenGroup
 from penstock.protocols.packed_groups import pack_group
-from penstock.services.learning import checkpoint
+from penstock.services.learning import checkpoint, removal
 from penstock.services.learning.batch import BatchError, open_batch
+from penstock.services.learning.config import CheckpointConfig
 from penstock.services.learning.handed_on import HandedOn
 from penstock.services.learning.saving import Saving
 from penstock.services.modeling.parallel.start import load_trainable
@@ -51,7 +52,7 @@ def continues_exactly(tmp_path: Path, **how: Any) -> Path:
     learner = a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY)), **how)
     for seed in range(3):
         learner.train(a_step(seed))
-    path = checkpoint.Saver(learner, Tokenizer(), tmp_path, keep=2).begin().result()
+    path = checkpoint.Saver(learner, Tokenizer(), tmp_path, CheckpointConfig(keep=2)).begin().result()
     again = a_learner(load_trainable(str(path), World(CPU), CPU, "float32"), **how)
     checkpoint.restore(again, path)
     assert again.version == 3
@@ -69,7 +70,7 @@ def test_what_a_models_folder_says_of_sampling_is_saved_as_it_was(tmp_path: Path
     Qwen3ForCausalLM(Qwen3Config(**TINY)).save_pretrained(start)
     (start / "generation_config.json").write_text(json.dumps(told))
     learner = a_learner(load_trainable(str(start), World(CPU), CPU, "float32"))
-    path = checkpoint.Saver(learner, Tokenizer(), tmp_path / "checkpoints", keep=1).begin().result()
+    path = checkpoint.Saver(learner, Tokenizer(), tmp_path / "checkpoints", CheckpointConfig(keep=1)).begin().result()
     assert told.items() <= json.loads((path / "generation_config.json").read_text()).items()
     assert AutoModelForCausalLM.from_pretrained(path).generation_config.temperature == 0.6
 
@@ -88,7 +89,7 @@ def test_what_is_missing_of_a_checkpoint_is_named(tmp_path: Path) -> None:
 def test_only_the_newest_are_kept_and_a_torn_one_is_never_seen(tmp_path: Path) -> None:
     torch.manual_seed(0)
     learner = a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY)))
-    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path, keep=2)
+    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path, CheckpointConfig(keep=2))
     for version in (1, 2, 3):
         learner.version = version
         saver.begin().result()
@@ -99,7 +100,7 @@ def test_only_the_newest_are_kept_and_a_torn_one_is_never_seen(tmp_path: Path) -
         saver.begin().result()
         saver.remove_old(spared=[2])
     assert checkpoint_folders.versions(tmp_path) == [2, 4, 5]
-    landmarks = checkpoint.Saver(learner, Tokenizer(), tmp_path, keep=1, keep_every=4)
+    landmarks = checkpoint.Saver(learner, Tokenizer(), tmp_path, CheckpointConfig(keep=1, every=4, keep_every=4))
     for version in (6, 7, 8, 9):
         learner.version = version
         landmarks.begin().result()
@@ -107,6 +108,31 @@ def test_only_the_newest_are_kept_and_a_torn_one_is_never_seen(tmp_path: Path) -
     assert checkpoint_folders.versions(tmp_path) == [4, 8, 9]
     (tmp_path / ".step-000011.partial").mkdir()
     assert checkpoint_folders.latest(tmp_path) == tmp_path / "step-000009"
+
+
+def test_older_ones_may_lose_the_optimizers_state_and_nothing_else(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    learner = a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY)))
+    kept = CheckpointConfig(keep=1, every=2, keep_every=2, keep_optimizer="newest")
+    saver, whole = checkpoint.Saver(learner, Tokenizer(), tmp_path, kept), dict[int, list[Path]]()
+    for seed in range(6):
+        learner.train(a_step(seed))
+        path = saver.begin().result()
+        whole[learner.version] = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file())
+        saver.remove_old(spared=[3], busy=[2])
+    assert checkpoint_folders.versions(tmp_path) == [2, 3, 4, 6]
+    left = {version: [] for version in (2, 6)}  # somebody is busy with the one, and the other is the newest
+    for version in (2, 3, 4, 6):
+        path = checkpoint_folders.path_of(tmp_path, version)
+        there = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file())
+        gone = [str(file.parent) for file in whole[version] if file not in there]
+        assert set(gone) == set(left.get(version, ["trainer/optimizer"])) and set(there) <= set(whole[version])
+        assert checkpoint_folders.without_optimizer(tmp_path, version) == bool(gone)
+    assert Qwen3ForCausalLM.from_pretrained(tmp_path / "step-000004")
+    with pytest.raises(checkpoint.CheckpointError, match="keep_optimizer=newest"):
+        checkpoint.restore(a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY))), tmp_path / "step-000004")
+    saver.remove_old(spared=[3])
+    assert [checkpoint_folders.without_optimizer(tmp_path, each) for each in (2, 3, 4, 6)] == [True, True, True, False]
 
 
 def test_what_cannot_be_removed_ends_nobody_and_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,11 +143,11 @@ def test_what_cannot_be_removed_ends_nobody_and_is_tried_again(tmp_path: Path, m
 
     torch.manual_seed(0)
     learner = a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY)))
-    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path, keep=1)
+    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path, CheckpointConfig(keep=1))
     said = CapturingLogger()
     monkeypatch.setattr(checkpoint, "log", said)
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint.shutil, "rmtree", busy)
+        patched.setattr(removal.shutil, "rmtree", busy)
         for learner.version in (1, 2, 3):
             saver.begin().result()
             saver.remove_old()
@@ -133,7 +159,7 @@ def test_what_cannot_be_removed_ends_nobody_and_is_tried_again(tmp_path: Path, m
 
 def test_a_disk_that_is_full_is_told_of_and_left_as_it_was(tmp_path: Path) -> None:
     learner = a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY)))
-    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path, keep=1)
+    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path, CheckpointConfig(keep=1))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # a file that grows larger fails likewise
     try:
@@ -152,7 +178,9 @@ def test_nothing_is_left_of_one_whose_tokenizer_cannot_be_written(tmp_path: Path
         def save_pretrained(self, folder: Path) -> None:
             WordTokenizer(WordLevel({"a": 0}, unk_token="a")).save(file)
 
-    saver = checkpoint.Saver(a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY))), Written(), tmp_path, keep=1)
+    saver = checkpoint.Saver(
+        a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY))), Written(), tmp_path, CheckpointConfig(keep=1)
+    )
     with pytest.raises(Exception, match=said):
         saver.begin().result()
     assert not list(tmp_path.iterdir())
@@ -167,7 +195,7 @@ def test_what_a_reference_has_yet_to_move_to_stays(tmp_path: Path) -> None:
             return Keep(versions=[])
 
     learner, left = a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY))), []
-    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path / "checkpoints", keep=1)
+    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path / "checkpoints", CheckpointConfig(keep=1))
     handed_on = HandedOn([], 1.0, tmp_path / "checkpoints", tmp_path / "said")
     saving = Saving(learner, saver, Mailbox(), False, handed_on, 2, tmp_path / "reference")  # type: ignore[arg-type]
     for version in range(1, 8):

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.learning.config import ConstraintConfig, Penalties
+from penstock.services.learning.config import CheckpointConfig, ConstraintConfig, Penalties
 from penstock.services.learning.constraints import lagrangian, multiplier_of, risen
 from penstock.services.learning.token_rewards import token_rewards
 from penstock.services.trainer.algorithm_config import AlgorithmConfig
@@ -95,7 +95,7 @@ def test_the_multiplier_is_in_the_checkpoint(tmp_path: Path) -> None:
 
     one, again = learner(), learner()
     assert one.train(costly(0, 9.0))[NAME] == 0.5
-    saver = checkpoint.Saver(one, Tokenizer(), tmp_path, 1)
+    saver = checkpoint.Saver(one, Tokenizer(), tmp_path, CheckpointConfig(keep=1))
     path = saver.begin().result()
     saver.close()
     checkpoint.restore(again, path)

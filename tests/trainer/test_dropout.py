@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.services.learning import checkpoint
+from penstock.services.learning.config import CheckpointConfig
 from penstock.services.modeling.load import attention_of
 from penstock.services.modeling.parallel.fsdp import forward
 from penstock.services.trainer.config import TrainerConfig
@@ -41,6 +42,6 @@ def test_no_family_trains_with_dropout(family: str, tmp_path: Path) -> None:
     trained = logprobs()
     model.eval()
     np.testing.assert_allclose(trained, logprobs(), atol=1e-6)
-    path = checkpoint.Saver(learner, Tokenizer(), tmp_path, keep=1).begin().result()
+    path = checkpoint.Saver(learner, Tokenizer(), tmp_path, CheckpointConfig(keep=1)).begin().result()
     saved = AutoConfig.from_pretrained(path)
     assert {name: getattr(saved, name) for name in FAMILIES[family]} == FAMILIES[family]

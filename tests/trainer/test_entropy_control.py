@@ -10,6 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from penstock.services.learning import checkpoint
+from penstock.services.learning.config import CheckpointConfig
 from penstock.services.trainer.algorithm_config import AlgorithmConfig
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.entropy_control import bonus_of_update, steer
@@ -55,7 +56,7 @@ def test_what_it_has_become_is_in_the_loss_and_in_the_checkpoint(tmp_path: Path)
     always = {"target": 100.0, "step": 0.1}
     one, plain, again = learner(entropy_control=always), learner(entropy_bonus=0.1), learner(entropy_control=always)
     assert one.train(a_step(0))["entropy_bonus"] == 0.0
-    saver = checkpoint.Saver(one, Tokenizer(), tmp_path, 1)
+    saver = checkpoint.Saver(one, Tokenizer(), tmp_path, CheckpointConfig(keep=1))
     path = saver.begin().result()
     saver.close()
     for each in (again, plain):

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.pipeline.tools.merge import merge
 from penstock.services.learning import checkpoint
+from penstock.services.learning.config import CheckpointConfig
 from penstock.services.modeling.buffers import persistent_buffers
 from penstock.services.modeling.experts import EXPERTS, as_in_files, counted, is_experts
 from penstock.services.modeling.families import BALANCED
@@ -59,7 +60,7 @@ def test_a_checkpoint_has_the_files_of_transformers_and_goes_on(tmp_path: Path) 
     learner = Learner(a_mixture(), config, 1.0)
     learner.train(a_step(0))
     learner.version = 1
-    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path, keep=1)
+    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path, CheckpointConfig(keep=1))
     path = saver.begin().result()
     saver.close()
     assert "model.layers.1.mlp.experts.7.up_proj.weight" in load_file(path / "model.safetensors")
@@ -81,7 +82,7 @@ def test_experts_that_files_have_turned_are_read_either_way_and_written_as_the_h
     (tmp_path / "sent").mkdir()
     save_in_parts(tmp_path / "sent", as_in_files("qwen3_vl_moe", model.state_dict()))
     merge(tmp_path / "transformers", tmp_path / "merged")
-    saver = checkpoint.Saver(Learner(model, TrainerConfig(), 1.0), Tokenizer(), tmp_path, keep=1)
+    saver = checkpoint.Saver(Learner(model, TrainerConfig(), 1.0), Tokenizer(), tmp_path, CheckpointConfig(keep=1))
     path = saver.begin().result()
     saver.close()
     hub = load_file(tmp_path / "hub" / "model.safetensors")

@@ -20,6 +20,7 @@ from penstock.pipeline.preflight.lora import _fits
 from penstock.pipeline.resources.model_files import read_config
 from penstock.pipeline.tools.merge import merge
 from penstock.services.learning import checkpoint
+from penstock.services.learning.config import CheckpointConfig
 from penstock.services.modeling.adapter_files import FILE, read_shape
 from penstock.services.modeling.load import load_model
 from penstock.services.modeling.lora import Adapter, Merged, adapted_layers
@@ -123,7 +124,7 @@ def _keeping() -> Any:
 def test_a_checkpoint_goes_on_and_is_merged_as_it_was_trained(start: Path, tmp_path: Path) -> None:
     one = learner(start, quantize="nf4")
     one.train(a_step(0))
-    saver = checkpoint.Saver(one, Tokenizer(), tmp_path / "checkpoints", keep=1)
+    saver = checkpoint.Saver(one, Tokenizer(), tmp_path / "checkpoints", CheckpointConfig(keep=1))
     path = saver.begin().result()
     saver.close()
     again = learner(start, path, quantize="nf4")
@@ -201,7 +202,7 @@ def test_a_critic_learns_beside_matrices_in_4_bits_and_goes_on_so(start: Path, t
     assert sum(isinstance(module, FourBitLinear) for module in critic.model.modules()) == 14
     losses = [critic.train(valued(critic, a_step(0)))["critic_loss"] for _ in range(20)]
     assert losses[-1] < 0.6 * losses[0]
-    saver = checkpoint.Saver(critic, Tokenizer(), tmp_path / "checkpoints", keep=1)
+    saver = checkpoint.Saver(critic, Tokenizer(), tmp_path / "checkpoints", CheckpointConfig(keep=1))
     path = saver.begin().result()
     saver.close()
     assert read_shape(path, "").quantize == "nf4"

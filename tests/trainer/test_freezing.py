@@ -10,6 +10,7 @@ from safetensors import safe_open
 
 from penstock.pipeline.preflight.model import _check_frozen
 from penstock.services.learning import checkpoint
+from penstock.services.learning.config import CheckpointConfig
 from penstock.services.modeling.freezing import freeze
 from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime.errors import SetupError
@@ -75,7 +76,7 @@ def test_what_is_tied_and_stands_still_is_saved_once(tmp_path: Path) -> None:
     config = TrainerConfig.model_validate({"freeze": PATTERNS[:1]})
     world = World(torch.device("cpu"))
     learner = Learner(load_policy(str(tmp_path), str(tmp_path), world, "float32", config), config, 1.0, world)
-    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path / "checkpoints", 1)
+    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path / "checkpoints", CheckpointConfig(keep=1))
     path = saver.begin().result()
     saver.close()
     with safe_open(path / "model.safetensors", framework="pt") as file:

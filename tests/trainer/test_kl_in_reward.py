@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from penstock.protocols.columns import REFERENCE
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.learning.config import KLConfig, Penalties
+from penstock.services.learning.config import CheckpointConfig, KLConfig, Penalties
 from penstock.services.learning.kl_in_reward import adapted
 from penstock.services.learning.token_rewards import token_rewards
 from penstock.services.trainer.config import TrainerConfig
@@ -68,7 +68,7 @@ def test_the_coefficient_is_in_the_checkpoint(tmp_path: Path) -> None:
 
     one, again = learner(), learner()
     assert one.train(with_reference(a_step(0), 0.5))["kl_coefficient"] == 0.1
-    saver = checkpoint.Saver(one, Tokenizer(), tmp_path, 1)
+    saver = checkpoint.Saver(one, Tokenizer(), tmp_path, CheckpointConfig(keep=1))
     path = saver.begin().result()
     saver.close()
     checkpoint.restore(again, path)

@@ -24,6 +24,7 @@ from penstock.pipeline.run.evaluate import evaluate
 from penstock.pipeline.tools.merge import merge
 from penstock.protocols.digests import Gmac
 from penstock.services.learning import checkpoint
+from penstock.services.learning.config import CheckpointConfig
 from penstock.services.modeling.adapter_files import check_addition
 from penstock.services.modeling.decoder_shape import described_by
 from penstock.services.modeling.load import ModelError
@@ -147,7 +148,7 @@ def test_layers_are_named_by_patterns_and_left_out(
     counted = shape.adapter(4, given.get("targets", ()), given.get("exclude", ()))
     assert counted == pytest.approx(sum(parameter.numel() for parameter in one.parameters.values()))
     one.train(a_step(1))
-    saver = checkpoint.Saver(one, Tokenizer(), tmp_path / "checkpoints", keep=1)
+    saver = checkpoint.Saver(one, Tokenizer(), tmp_path / "checkpoints", CheckpointConfig(keep=1))
     path = saver.begin().result()
     saver.close()
     for again in (learner(start, path, **given), learner(start, path)):
@@ -208,7 +209,7 @@ def test_a_checkpoint_is_an_adapter_that_peft_loads(start: Path, tmp_path: Path,
     one = learner(start, variant=variant)
     for seed in range(2):
         one.train(a_step(seed))
-    saver = checkpoint.Saver(one, Tokenizer(), tmp_path / "checkpoints", keep=1)
+    saver = checkpoint.Saver(one, Tokenizer(), tmp_path / "checkpoints", CheckpointConfig(keep=1))
     path = saver.begin().result()
     saver.close()
     assert (
@@ -235,7 +236,9 @@ def test_what_the_base_says_of_sampling_is_in_the_merged_model_as_it_was(start: 
     """transformers reads a temperature without ``do_sample``, and refuses to write it."""
     told = {"temperature": 0.6, "top_p": 0.9}
     (start / "generation_config.json").write_text(json.dumps(told))
-    saver = checkpoint.Saver(learner(start), make_tokenizer(set("ab")), tmp_path / "checkpoints", keep=1)
+    saver = checkpoint.Saver(
+        learner(start), make_tokenizer(set("ab")), tmp_path / "checkpoints", CheckpointConfig(keep=1)
+    )
     path = saver.begin().result()
     saver.close()
     merge(path, tmp_path / "merged")
@@ -279,7 +282,7 @@ def test_what_does_not_fit_is_told_by_its_key(start: Path, wrong: dict[str, Any]
 
 def test_another_rank_than_the_checkpoints_is_told(start: Path, tmp_path: Path) -> None:
     one = learner(start)
-    saver = checkpoint.Saver(one, Tokenizer(), tmp_path / "checkpoints", keep=1)
+    saver = checkpoint.Saver(one, Tokenizer(), tmp_path / "checkpoints", CheckpointConfig(keep=1))
     path = saver.begin().result()
     saver.close()
     with pytest.raises(SetupError, match=r"trainer.lora.rank: .* has shape \(4, 64\), this adapter's has \(8, 64\)"):
@@ -294,7 +297,9 @@ def test_a_matrix_that_is_shared_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_variant_than_the_files_is_told(start: Path, tmp_path: Path) -> None:
-    saver = checkpoint.Saver(learner(start, variant="dora"), Tokenizer(), tmp_path / "checkpoints", keep=1)
+    saver = checkpoint.Saver(
+        learner(start, variant="dora"), Tokenizer(), tmp_path / "checkpoints", CheckpointConfig(keep=1)
+    )
     path = saver.begin().result()
     saver.close()
     with pytest.raises(SetupError, match=r"trainer.lora: .* has .*magnitude.*, which this adapter has not"):

@@ -15,6 +15,7 @@ from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.pipeline.preflight import model as models
 from penstock.pipeline.preflight.report import Report
 from penstock.services.learning.checkpoint import Saver
+from penstock.services.learning.config import CheckpointConfig
 from penstock.services.modeling.load import ModelError, load_config, load_model, load_tokenizer
 from penstock.services.modeling.logprobs import layout_of
 from penstock.services.modeling.parallel.start import load_trainable
@@ -48,7 +49,7 @@ def test_it_learns_and_a_checkpoint_of_it_is_whole(tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in learner.published.items()}
     learner.train(a_step(0))
     assert all(not torch.equal(value, before[name]) for name, value in learner.published.items())
-    saved = Saver(learner, load_tokenizer(str(path)), tmp_path / "run", keep=1).begin().result()
+    saved = Saver(learner, load_tokenizer(str(path)), tmp_path / "run", CheckpointConfig(keep=1)).begin().result()
     shutil.rmtree(path)
     again = load_model(str(saved), "float32", CPU)
     ids = torch.from_numpy(np.arange(2, 20))[None]

@@ -16,6 +16,7 @@ from penstock.protocols.columns import REWARD
 from penstock.protocols.experience import Prompt
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch
+from penstock.services.learning.config import CheckpointConfig
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.running_baseline import roles_of, running_baselines
@@ -68,7 +69,7 @@ def test_who_wins_by_going_first_is_no_better_for_it(tmp_path: Path) -> None:
     assert metrics["baseline/0"] == pytest.approx(0.75, abs=1e-4) == -metrics["baseline/1"]
     worth, _ = one._advantages(a_game(3))
     assert worth.abs().max() < 1e-4, "though one side has 0.75, and the other -0.75"
-    saver = checkpoint.Saver(one, Tokenizer(), tmp_path, 1)
+    saver = checkpoint.Saver(one, Tokenizer(), tmp_path, CheckpointConfig(keep=1))
     path = saver.begin().result()
     saver.close()
     checkpoint.restore(again, path)

@@ -13,9 +13,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from penstock.services.learning.checkpoint import empty_state, remove_partial
+from penstock.services.learning.checkpoint import empty_state
 from penstock.services.learning.host_moments import MOMENTS
 from penstock.services.learning.joined_files import join_weights, numbered
+from penstock.services.learning.removal import remove_partial
 from penstock.services.learning.shard_writer import ShardWriter
 from penstock.services.modeling import weight_files
 from penstock.services.modeling.load import load_model

@@ -15,6 +15,7 @@ from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.protocols.experience import UNSAMPLED, Prompt, Trajectory
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch
+from penstock.services.learning.config import CheckpointConfig
 from penstock.services.trainer.advantage_config import SelfDistillationAdvantage
 from penstock.services.trainer.algorithms.advantages.distillation import self_distillation
 from penstock.services.trainer.config import TrainerConfig
@@ -132,7 +133,7 @@ def test_the_teacher_follows_slowly_and_a_checkpoint_has_it(rate: float, tokeniz
         assert torch.equal(read[-1], read[-2]), "nobody reads the teacher's weights for the policy's"
         wanted = wanted.lerp(parameter.detach(), rate)
         torch.testing.assert_close(learner.optimizer.state[parameter]["average"], wanted)
-    saver = checkpoint.Saver(learner, tokenizer.plain, tmp_path / "checkpoints", 1)
+    saver = checkpoint.Saver(learner, tokenizer.plain, tmp_path / "checkpoints", CheckpointConfig(keep=1))
     path = saver.begin().result()
     saver.close()
     again = made(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))

@@ -15,6 +15,7 @@ from penstock.protocols.columns import REWARD
 from penstock.protocols.experience import Prompt
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch
+from penstock.services.learning.config import CheckpointConfig
 from penstock.services.trainer.algorithms.advantages.spo import spo
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
@@ -78,7 +79,7 @@ def test_what_was_expected_teaches_nothing_also_after_a_checkpoint(tmp_path: Pat
     surprised = replace(asked(40), values={REWARD: np.array([0.0] + [0.0, 1.0] * 5 + [0.0], np.float32)})
     metrics = one.train(surprised)
     assert metrics["baseline/all"] == pytest.approx(0.5, abs=0.05) and not any("worth" in name for name in metrics)
-    saver = checkpoint.Saver(one, Tokenizer(), tmp_path, 1)
+    saver = checkpoint.Saver(one, Tokenizer(), tmp_path, CheckpointConfig(keep=1))
     path = saver.begin().result()
     saver.close()
     checkpoint.restore(again, path)
