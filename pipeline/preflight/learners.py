@@ -24,6 +24,11 @@ def look(config: Config, report: Report) -> None:
                 f"{name}.optimizer.moments=8bit: torchao is not installed; run: {install('adam8bit')}, or set it to "
                 "float32"
             )
+        if learner.optimizer.type == "custom":
+            from penstock.services.learning.custom_optimizer import kept_by
+
+            with report.collect():
+                kept_by(str(learner.optimizer.name), learner.optimizer.options, f"{name}.optimizer")
         program = next(iter(learner.checkpoint.then_words), "")
         if program and (lacks := lacks_command(program, path_with_ours())):
             report.here.append(f"{name}.checkpoint.then: {lacks}")

@@ -59,10 +59,11 @@ def look(config: Config, folder: Path, programs: bool = False, lacking: str = ""
         for part in parts:
             if not (alone and part in (environment, teachers)):
                 part.look(_untried(config) if alone else config, report)
-    needs = plan(config)
-    here = "" if visible_gpus() else "; this machine has none, and would compute on its CPU"
-    report.lines += [line + here if line.startswith("GPUs:") else line for line in needs.lines]
-    report.problems += needs.problems
+    with report.collect():
+        needs = plan(config)
+        here = "" if visible_gpus() else "; this machine has none, and would compute on its CPU"
+        report.lines += [line + here if line.startswith("GPUs:") else line for line in needs.lines]
+        report.problems += needs.problems
     return report
 
 

@@ -258,7 +258,7 @@ def _spared_by(kind: str, learner: LearnerConfig, shape: Shape | None) -> str:
             words.insert(0, f"{kind}.sequence_parallel={twice}")
     if learner.gradient_checkpointing is not True:
         words.append(f"{kind}.gradient_checkpointing=true")
-    if not learner.offload and learner.optimizer.moments != "8bit":
+    if not learner.offload and learner.optimizer.visits:
         words.append(f"{kind}.offload=optimizer")
     elif not learner.weights_on_host and learner.tensor_parallel == 1:
         words.append(f"{kind}.offload=true")

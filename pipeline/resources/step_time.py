@@ -143,7 +143,7 @@ def _update_s(shape: Shape, trainer: TrainerConfig, device: Device) -> float:
     bytes_s = (HOST_UPDATE_GB_S if trainer.weights_on_host else device.gb_s * LINK_SHARE) * 1e9
     by_host = device.host_gb_s * 1e9 * LINK_SHARE
     visit_s = MEANS_BYTES / by_host if trainer.means_on_host else 0.0  # in and out at once
-    if trainer.optimizer.type == "adamw":
+    if trainer.optimizer.type != "muon":
         return trained * max(UPDATE_BYTES / bytes_s, visit_s)
     ends = 0 if lora else shape.ends * trainer.replicas / trainer.ranks
     seconds = (MUON_BYTES * (trained - ends) + UPDATE_BYTES * ends) / bytes_s

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Literal
 
 from penstock.services.learning.adapter_config import AdapterConfig
-from penstock.services.learning.config import GRADIENT_SHARE, LearnerConfig, OptimizerConfig
+from penstock.services.learning.config import GRADIENT_SHARE, LearnerConfig
+from penstock.services.learning.optimizer_config import OptimizerConfig
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.modeling.layer_sizes import Linear, Matrix
 from penstock.services.runtime.gpus import GIB
@@ -142,7 +143,10 @@ def _kept_bytes(learner: LearnerConfig, trained: float, ends: float) -> float:
         return 0.0
     if learner.optimizer.moments == "8bit":
         return EIGHT_BIT_BYTES * trained
-    return state_bytes(learner.optimizer, trained, ends) - 4 * trained
+    found = state_bytes(learner.optimizer, trained, ends) - 4 * trained
+    return found + 4 * trained * (
+        learner.optimizer.type == "custom"
+    )  # of an update between, as torch's `foreach` has it
 
 
 def frozen_bytes(shape: Shape, trainer: LearnerConfig) -> tuple[float, float]:
@@ -167,7 +171,12 @@ def coded_matrices(shape: Shape, lora: AdapterConfig | None) -> list[Matrix]:
 
 def state_bytes(optimizer: OptimizerConfig, trained: float, ends: float) -> float:
     """Of ``trained`` parameters, and of what the optimizer keeps of them, in fp32: of AdamW two means, of Muon one, but
-    for those that are embedding and head (``ends``), which are AdamW's."""
+    for those that are embedding and head (``ends``), which are AdamW's; of another one what a trial has found. Raises
+    `SetupError` where there is no such one."""
+    if optimizer.type == "custom":
+        from penstock.services.learning.custom_optimizer import kept_by
+
+        return 4 * trained * (1 + len(kept_by(str(optimizer.name), optimizer.options, "optimizer").shaped))
     return 8 * trained + 4 * ends if optimizer.type == "muon" else 12 * trained
 
 

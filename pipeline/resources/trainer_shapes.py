@@ -51,7 +51,7 @@ def shapes(shape: Shape, plain: TrainerConfig) -> Iterator[TrainerConfig]:
 
 def offloads(trainer: TrainerConfig, tensor: int) -> list[bool | str]:
     """What may lie on the host, ever more: each takes longer."""
-    means = ["optimizer"] if trainer.optimizer.moments != "8bit" else []
+    means = ["optimizer"] if trainer.optimizer.visits else []
     return [False, *means, *([True] if tensor == 1 else [])]
 
 

@@ -26,7 +26,7 @@ FIXED = (
     "prompts.eval_size",
     "prompts.eval_sampling", "run.seed", "run.deterministic", "rollout.sampling.n", "rollout.sampling.temperature",
     "trainer.lora", "trainer.freeze", "trainer.train_towers", "trainer.optimizer.type", "critic.optimizer.type",
-    "critic.path", "critic.lora", "reference.mix",
+    "trainer.optimizer.name", "critic.optimizer.name", "critic.path", "critic.lora", "reference.mix",
 )  # fmt: skip
 """What a resumed run must have as it began."""
 OF_PROCESSES = ("reference.path", "critic.beta")

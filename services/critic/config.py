@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic import Field
 
-from penstock.services.learning.config import LearnerConfig, OptimizerConfig
+from penstock.services.learning.config import LearnerConfig
+from penstock.services.learning.optimizer_config import OptimizerConfig
 
 
 class CriticOptimizerConfig(OptimizerConfig):

@@ -30,11 +30,12 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
 from penstock.services.learning.config import CheckpointConfig
+from penstock.services.learning.custom_optimizer import Kept
 from penstock.services.learning.host_moments import MOMENTS
 from penstock.services.learning.joined_files import join_weights, numbered
 from penstock.services.learning.model_learner import ModelLearner
 from penstock.services.learning.muon import MOMENTUM
-from penstock.services.learning.optimizer import keeps_on_device, local, restore_state, state_names
+from penstock.services.learning.optimizer import custom, keeps_on_device, local, restore_state, state_names
 from penstock.services.learning.removal import aside, discard, remove_old, remove_partial
 from penstock.services.learning.shard_writer import ShardWriter
 from penstock.services.modeling.adapter_files import FILE
@@ -274,11 +275,13 @@ def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:
                     f"{learner.SECTION}.optimizer.type: {path} has no {min(missing)} of {name}, but "
                     f"{', '.join(sorted(saved))}; go on with the type that it was saved with"
                 )
-            wanted, found = tuple(parameter.shape), sizes[f"{name}/{names[-1]}"]
-            if found != wanted:
-                raise CheckpointError(f"{path}: {name} has shape {found}, the model's has {wanted}")
             kept = [*names, AVERAGE] if AVERAGE in saved and learner.average else names
-            into[name] = empty_state(parameter, kept, hosts)
+            if not kept:
+                continue
+            wanted, found = tuple(parameter.shape), sizes[f"{name}/{kept[-1]}"]
+            if found != wanted and found:
+                raise CheckpointError(f"{path}: {name} has shape {found}, the model's has {wanted}")
+            into[name] = empty_state(parameter, kept, hosts, custom(learner.optimizer))
         flat = {f"{name}/{key}": tensor for name, tensors in into.items() for key, tensor in tensors.items()}
         dcp.load(flat, storage_reader=reader, process_group=learner.world.save_group, no_dist=learner.world.size == 1)
         flat.clear()
@@ -289,14 +292,17 @@ def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:
     return state["ledger"]
 
 
-def empty_state(parameter: torch.Tensor, names: Iterable[str], hosts: World | None = None) -> dict[str, torch.Tensor]:
+def empty_state(
+    parameter: torch.Tensor, names: Iterable[str], hosts: World | None = None, kept: Kept | None = None
+) -> dict[str, torch.Tensor]:
     """The optimizer's tensors for ``parameter``, by ``names``, to be filled: cut as it is, but for AdamW's ``step``,
     and all on its device, where a fused step looks for them; with ``hosts`` its moments on those, since a device that
-    keeps them in 8 bits, or not at all, may have no room for them in fp32."""
+    keeps them in 8 bits, or not at all, may have no room for them in fp32. ``kept``: of another optimizer."""
+    numbers, there = ("step",) if kept is None else kept.numbers, kept is None or kept.on_device
 
     def empty(key: str) -> torch.Tensor:
-        if key == "step":
-            return torch.zeros((), dtype=torch.float32, device=parameter.device)
+        if key in numbers:
+            return torch.zeros((), dtype=torch.float32, device=parameter.device if there else "cpu")
         if hosts is None or key not in (*MOMENTS, MOMENTUM):
             return torch.zeros_like(parameter, requires_grad=False)
         if not isinstance(parameter, DTensor):
@@ -314,7 +320,9 @@ def _stage(
     optimizer's state. They lie in ``pages``, by name, from one save to the next: fresh memory takes longer to get than
     to fill, registered memory far longer."""
 
-    def on_host(name: str, value: torch.Tensor) -> torch.Tensor:
+    def on_host(name: str, value: torch.Tensor | float) -> torch.Tensor:
+        if not isinstance(value, torch.Tensor):
+            return torch.tensor(float(value))
         mine = local(value)
         if name not in pages:
             pages[name] = torch.empty_like(mine, device="cpu")
@@ -341,9 +349,12 @@ def _stage(
     # peft knows one file for an adapter, however large.
     files = dict.fromkeys(sizes, 1) if learner.adapted else numbered(sizes)
     optimizer = {
-        f"{name}/{key}": on_host(f"{name}/{key}", value)
+        f"{name}/{key}": on_host(
+            f"{name}/{key}", value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+        )
         for name, parameter in learner.parameters.items()
         for key, value in learner.optimizer.state.get(parameter, {}).items()
+        if value is not None
     }
     if learner.device.type == "cuda":
         torch.cuda.synchronize(learner.device)

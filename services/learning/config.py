@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from penstock.services.learning.adapter_config import AdapterConfig
+from penstock.services.learning.optimizer_config import OptimizerConfig
 from penstock.services.runtime.command_words import words_of
 from penstock.services.runtime.settings import Section
 
@@ -19,76 +20,6 @@ GRADIENT_SHARE = 0.2
 _NAMED = re.compile(r"(?<!\$)\{(\w+)\}")
 THEN = "hf upload me/my-model {folder}"
 """What a checkpoint's command may be."""
-OF_MUON = ("momentum", "nesterov", "newton_schulz", "rms")
-"""Keys of an optimizer that no other type has."""
-
-
-class OptimizerConfig(Section):
-    """AdamW; or Muon for hidden matrices, and AdamW for all else."""
-
-    type: Literal["adamw", "muon"] = "adamw"
-    """``adamw`` (Loshchilov and Hutter 2019); or ``muon`` (Jordan et al. 2024): a hidden matrix moves along the mean of
-    its gradient with all singular values made alike, about as far as by AdamW (Moonlight, arXiv:2502.16982). Embedding,
-    head, vectors, and all that is no hidden matrix, stay with AdamW. See docs/algorithms.md."""
-    lr: float = Field(1e-6, gt=0)
-    """Learning rate after the warm-up, e.g. ``1.0e-05``; of both, where there are two."""
-    momentum: float = Field(0.95, ge=0, lt=1)
-    """How slowly Muon's running mean of the gradient forgets, e.g. ``0.9``."""
-    nesterov: bool = True
-    """Muon moves along the mean as it will be if the next gradient is this one again (Nesterov)."""
-    newton_schulz: int = Field(5, ge=1, le=20)
-    """Steps of the Newton-Schulz iteration that makes singular values alike, e.g. ``6``."""
-    rms: float = Field(0.2, gt=0)
-    """Root mean square of what Muon adds to a matrix, as a multiple of the learning rate, e.g. ``0.4``; 0.2 is about
-    what AdamW adds."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """How slowly AdamW's two running means forget: of the gradient, and of its square, e.g. ``[0.9, 0.999]``."""
-    eps: float = Field(1e-8, gt=0)
-    """Added to AdamW's divisor, so that it is never 0."""
-    weight_decay: float = Field(0.0, ge=0)
-    """How strongly weights are drawn towards 0, as a multiple of the learning rate, e.g. ``0.01``; 0: not."""
-    warmup_steps: int = Field(0, ge=0)
-    """Steps over which the learning rate rises from near 0 to `lr`, e.g. ``10``."""
-    warmup_share: float = Field(0.0, ge=0, lt=1)
-    """The same as a share of all steps, in the place of `warmup_steps`, e.g. ``0.05``."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The learning rate after the warm-up: it stays, or falls to `final_lr_share` of itself by the last step."""
-    decay_share: float | None = Field(None, gt=0, le=1)
-    """With ``linear`` or ``cosine``: the share of all steps, the last ones, over which it falls, e.g. ``0.2``; before
-    them it stays (warm-up, stable, decay: Hu et al. 2024, MiniCPM, arXiv:2404.06395). null: all after the warm-up."""
-    final_lr_share: float = Field(0.0, ge=0, le=1)
-    """Share of the learning rate that is left at the last step, e.g. ``0.1``."""
-    moments: Literal["float32", "8bit"] = "float32"
-    """How AdamW's two means are kept: in ``float32``, or in ``8bit``, which takes 2 bytes a parameter instead of 8 and
-    is not exact (block-wise quantization, Dettmers et al. 2021). Needs `penstock[adam8bit]`."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    """A gradient that is longer than this (2-norm over all parameters) is scaled down to it."""
-
-    @model_validator(mode="after")
-    def _of_its_type(self) -> OptimizerConfig:
-        if self.type == "muon" and self.moments == "8bit":
-            raise ValueError("moments=8bit: muon keeps its means in float32 alone; set moments=float32, or type=adamw")
-        changed = [key for key in OF_MUON if getattr(self, key) != type(self).model_fields[key].default]
-        if self.type == "adamw" and changed:
-            raise ValueError(f"{changed[0]} is a key of type=muon alone; set that, or leave {changed[0]} out")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas={list(self.betas)}: each is at least 0 and below 1, e.g. [0.9, 0.95]")
-        return self
-
-    @model_validator(mode="after")
-    def _a_schedule(self) -> OptimizerConfig:
-        if self.warmup_steps and self.warmup_share:
-            raise ValueError(
-                "warmup_share: the warm-up's length is given as warmup_steps too; leave one of the two out"
-            )
-        if self.decay_share and self.schedule == "constant":
-            raise ValueError("decay_share: with schedule=constant the rate never falls; set schedule=linear or cosine")
-        if self.decay_share and self.warmup_share + self.decay_share > 1:
-            raise ValueError(
-                f"warmup_share={self.warmup_share:g} and decay_share={self.decay_share:g} are more than all steps "
-                "together; lower one of the two"
-            )
-        return self
 
 
 class CheckpointConfig(Section):
@@ -170,7 +101,7 @@ class LearnerConfig(Section):
     the next; all that is cut over ranks is cut over those of one stage. For ranks on several machines: between stages
     hidden states travel alone. A step wants several micro-batches, or stages wait for each other."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW or Muon: how the weights are changed."""
+    """AdamW, Muon, or another one: how the weights are changed."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When the model is saved, in transformers' layout, with the learner's own state beside it. Groups are kept until
     all learners have a checkpoint that covers them."""
@@ -262,6 +193,11 @@ class LearnerConfig(Section):
             raise ValueError(
                 "tokens_per_mlp: selective keeps what matrices gave, those of feed-forward parts too; set "
                 "gradient_checkpointing to true or false, or leave tokens_per_mlp out"
+            )
+        if self.means_on_host and self.optimizer.type == "custom":
+            raise ValueError(
+                "offload=optimizer: it knows what AdamW and Muon keep, and optimizer.type=custom may keep anything; "
+                "set offload to true or false"
             )
         if self.means_on_host and self.optimizer.moments == "8bit":
             raise ValueError(

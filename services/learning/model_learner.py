@@ -14,11 +14,12 @@ import torch
 
 from penstock.protocols.experience import Trajectory
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.learning.config import GRADIENT_SHARE, LearnerConfig, OptimizerConfig
+from penstock.services.learning.config import GRADIENT_SHARE, LearnerConfig
 from penstock.services.learning.layer_norms import LayerNorms
 from penstock.services.learning.loss_scale import TRIES, LossScale
 from penstock.services.learning.model_flops import ModelFlops
 from penstock.services.learning.optimizer import make_optimizer, set_rate, stepping
+from penstock.services.learning.optimizer_config import OptimizerConfig
 from penstock.services.learning.out_of_memory import MicroBatches
 from penstock.services.learning.phase_memory import PhaseMemory
 from penstock.services.modeling.buffers import persistent_buffers
@@ -98,8 +99,8 @@ class ModelLearner:
         """Which nothing changes."""
         self.published: dict[str, torch.Tensor | Gathered] = self._published(every) if self.PUBLISHES else {}
         """What a version consists of."""
-        on_host = config.means_on_host
-        self.optimizer = make_optimizer(model, self.parameters, config.optimizer, self.world, on_host)
+        on_host, key = config.means_on_host, f"{self.SECTION}.optimizer"
+        self.optimizer = make_optimizer(model, self.parameters, config.optimizer, self.world, on_host, key)
         model.train()
         self.config = copy.deepcopy(model.config)
         """The model's, with its own dropout: as a checkpoint has it."""

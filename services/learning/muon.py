@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.services.learning.config import OptimizerConfig
 from penstock.services.learning.dealt_matrices import ROUND_NUMBERS, DealtMatrices
 from penstock.services.learning.host_moments import HostAdamW, HostMeans
+from penstock.services.learning.optimizer_config import OptimizerConfig
 from penstock.services.modeling.experts import is_experts, matrices_of
 from penstock.services.modeling.families import IN_MATRICES, TURNED
 from penstock.services.modeling.parallel.fsdp import local

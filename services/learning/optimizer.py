@@ -1,5 +1,5 @@
 """A learner's optimizer: AdamW, with its two moments in fp32, on its device or its host, or in 8 bits by torchao
-(Dettmers et al. 2021); or Muon beside it."""
+(Dettmers et al. 2021); or Muon beside it; or one by its name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from penstock.services.learning.config import OptimizerConfig
+from penstock.services.learning.custom_optimizer import Kept, kept_by, make
 from penstock.services.learning.eight_bit import in_fp32, is_quantized, quantize
 from penstock.services.learning.host_moments import MOMENTS, HostAdamW
 from penstock.services.learning.muon import MOMENTUM, Muon, hidden_matrices
+from penstock.services.learning.optimizer_config import OptimizerConfig
 from penstock.services.modeling.parallel.world import World
 
 SIGNED = dict(zip(MOMENTS, (True, False), strict=True))
@@ -22,10 +23,10 @@ SIGNED = dict(zip(MOMENTS, (True, False), strict=True))
 
 def make_optimizer(
     model: Any, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, world: World,
-    on_host: bool = False,
+    on_host: bool = False, key: str = "trainer.optimizer",
 ) -> torch.optim.Optimizer:  # fmt: skip
     """For all of ``parameters``, of a ``model`` that is cut as ``world`` says. With ``on_host`` its means lie in host
-    memory, and updates are computed where the parameters are. Every rank calls it."""
+    memory, and updates are computed where the parameters are. ``key`` is that of ``config``. Every rank calls it."""
     how: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
 
     def adamw(groups: list[dict[str, Any]]) -> torch.optim.AdamW:
@@ -38,6 +39,11 @@ def make_optimizer(
         others = _groups({name: each for name, each in parameters.items() if each not in hidden}, config.weight_decay)
         return Muon(hidden, adamw(others) if others else None, config, world, on_host)
     groups = _groups(parameters, config.weight_decay)
+    if config.type == "custom":
+        assert config.name
+        made = make(config.name, groups, config.options, config.lr, key)
+        made.penstock_kept = kept_by(config.name, config.options, key)
+        return made
     if config.moments == "float32":
         return adamw(groups)
     from torchao.optim import AdamW8bit
@@ -46,9 +52,14 @@ def make_optimizer(
     return found
 
 
+def custom(optimizer: torch.optim.Optimizer) -> Kept | None:
+    """What one by its name keeps; None of any other."""
+    return getattr(optimizer, "penstock_kept", None)
+
+
 def is_eight_bit(optimizer: torch.optim.Optimizer) -> bool:
     """Its moments lie in 8 bits."""
-    return not isinstance(optimizer, torch.optim.AdamW | Muon)
+    return not isinstance(optimizer, torch.optim.AdamW | Muon) and custom(optimizer) is None
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -75,6 +86,8 @@ def local(value: torch.Tensor) -> torch.Tensor:
 
 def state_names(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> tuple[str, ...]:
     """What the state of ``parameter`` consists of."""
+    if kept := custom(optimizer):
+        return (*kept.numbers, *kept.shaped)
     hidden = isinstance(optimizer, Muon) and optimizer.is_hidden(parameter)
     return (MOMENTUM,) if hidden else ("step", *MOMENTS)
 
@@ -90,8 +103,10 @@ def restore_state(
 ) -> None:
     """Takes the ``state`` of a ``parameter``, in fp32 and cut as it is, over. One that was saved from 8 bits becomes
     the same 8 bits again where it is cut as it was."""
-    found = dict(state)
-    if is_eight_bit(optimizer):
+    found: dict[str, Any] = dict(state)
+    if kept := custom(optimizer):
+        found |= {name: kept.number(name, found[name]) for name in kept.numbers}
+    elif is_eight_bit(optimizer):
         for name, signed in SIGNED.items():
             found[name] = optimizer._new_buffer(parameter, signed)
             mine = found[name].to_local() if isinstance(found[name], DTensor) else found[name]

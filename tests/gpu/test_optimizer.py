@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from penstock.services.learning.config import OptimizerConfig
 from penstock.services.learning.optimizer import make_optimizer
+from penstock.services.learning.optimizer_config import OptimizerConfig
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.resting import release
 from tests.gpu.machine import GIB, Machine

@@ -30,7 +30,7 @@ from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, keeps_whole
 from penstock.pipeline.resources.trainer_shapes import shapes
 from penstock.pipeline.simulate.costs import Costs
 from penstock.pipeline.simulate.world import World
-from penstock.services.learning.config import OptimizerConfig
+from penstock.services.learning.optimizer_config import OptimizerConfig
 from penstock.services.runtime import registry
 from penstock.services.trainer.config import TrainerConfig
 

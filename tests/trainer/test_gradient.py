@@ -11,8 +11,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.protocols.experience import Trajectory
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.learning.config import OptimizerConfig
 from penstock.services.learning.model_learner import learning_rate
+from penstock.services.learning.optimizer_config import OptimizerConfig
 from penstock.services.trainer.algorithm_config import AlgorithmConfig
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner

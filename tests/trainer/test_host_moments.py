@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from penstock.services.learning import checkpoint, host_moments
-from penstock.services.learning.config import LearnerConfig, OptimizerConfig
+from penstock.services.learning.config import LearnerConfig
 from penstock.services.learning.host_moments import HostAdamW
 from penstock.services.learning.optimizer import keeps_on_device, make_optimizer, set_rate
+from penstock.services.learning.optimizer_config import OptimizerConfig
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
 from tests.trainer.rank_program import a_mixture, a_model

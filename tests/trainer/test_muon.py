@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForTokenClassification
 
 from penstock.services.learning import checkpoint, dealt_matrices
-from penstock.services.learning.config import OptimizerConfig
 from penstock.services.learning.dealt_matrices import DealtMatrices
 from penstock.services.learning.host_moments import MOMENTS
 from penstock.services.learning.muon import MOMENTUM, Muon, hidden_matrices, orthogonalize
 from penstock.services.learning.optimizer import make_optimizer, set_rate
+from penstock.services.learning.optimizer_config import OptimizerConfig
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import Shape, World
 from tests import families

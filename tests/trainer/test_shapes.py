@@ -16,11 +16,12 @@ from tests.e2e.runs import ROOT
 from tests.trainer.rank_program import a_mixture, a_model
 
 SEES = {"model": "qwen3_vl", "shows": True}
+NADAM = {"type": "custom", "name": "torch.optim:NAdam", "options": {"momentum_decay": 0.01}, "lr": 1e-3}
 MUON = {"type": "muon", "lr": 1e-2, "weight_decay": 0.1}
 SHAPES: dict[str, dict[str, Any]] = {
     "two replicas of two shards": {"ranks": 4, "replicas": 2},
     "tensor parallel, feed-forward parts in tiles": {"ranks": 2, "tensor_parallel": 2, "tokens_per_mlp": 16},
-    "two shards, tensor parallel": {"ranks": 4, "tensor_parallel": 2},
+    "two shards, tensor parallel": {"ranks": 4, "tensor_parallel": 2, "optimizer": NADAM},
     "sequence parallel": {"ranks": 2, "sequence_parallel": 2},
     "experts with biases, sequence parallel, windows and sinks": {
         "ranks": 2, "expert_parallel": 2, "sequence_parallel": 2, "model": "gpt_oss",
@@ -51,7 +52,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "ranks": 2, "offload": True, "gradient_checkpointing": True, "offload_activations": True,
         "reshard_after": "update", "tokens_per_mlp": 16,
     },
-    "pipeline, gathered for an update": {"ranks": 2, "pipeline_parallel": 2, "reshard_after": "update"},
+    "pipeline, gathered for an update, another optimizer": {
+        "ranks": 2, "pipeline_parallel": 2, "reshard_after": "update", "optimizer": NADAM,
+    },
     "pipeline, gradients summed after each micro-batch": {
         "ranks": 2, "pipeline_parallel": 2, "sum_gradients": "micro_batch", "gradient_checkpointing": True,
     },
