@@ -104,7 +104,10 @@ _spare: dict[torch.device, list[Queue]] = defaultdict(list)
 def borrow_queue(device: torch.device) -> Queue:
     """A queue on ``device`` that nobody else has meanwhile. torch has 32 streams of a kind and then deals them out
     again, also those that FSDP gathers in: so few are made, and used again once they are given back."""
-    return _spare[device].pop() if _spare[device] else make_queue(device)
+    try:
+        return _spare[device].pop()
+    except IndexError:  # not looked for before: another thread might take the last one in between
+        return make_queue(device)
 
 
 def give_back(device: torch.device, queue: Queue) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -83,6 +84,7 @@ def channel(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     gpus = itertools.count()
     monkeypatch.setenv(nccl.LIBRARY, library.penstock_path)  # type: ignore[attr-defined]
     monkeypatch.setattr(queues, "make_queue", lambda device: StubQueue(library))
+    monkeypatch.setattr(queues, "_spare", defaultdict(list))  # a CPU's own are done before the stub is
     monkeypatch.setattr(nccl, "ABORT_S", 0.5)
     named: dict[int, tuple[torch.device, str]] = {}
 
@@ -115,11 +117,7 @@ def test_versions_go_over_it(channel: Channel, library: ctypes.CDLL) -> None:
     assert first.loaded[2].epoch == first.loaded[1].epoch and first.loaded[2].buckets_again == 0
 
 
-# INIT_BLOCKS beside a host's gloo group has ended pytest's process twice (SIGABRT, in no thread of Python's), in whole
-# runs of the suite alone; what aborts is not found yet.
-@pytest.mark.parametrize(
-    "wrong", [pytest.param(INIT_BLOCKS, marks=pytest.mark.chaos), INIT_STALLS, BROADCAST_STALLS, ASYNC_ERROR]
-)
+@pytest.mark.parametrize("wrong", [INIT_BLOCKS, INIT_STALLS, BROADCAST_STALLS, ASYNC_ERROR])
 def test_the_trainer_lives_and_everybody_gets_the_version(
     channel: Channel, library: ctypes.CDLL, wrong: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
