@@ -10,7 +10,7 @@ from penstock.services.broker.config import NoFilter
 from penstock.services.trainer.algorithm_config import AlgorithmConfig
 from penstock.services.trainer.term_config import GivenLossConfig
 
-PRESET = "sft"
+PRESET, TAUGHT = "sft", "gkd"
 
 
 def given_by_preset(data: dict[str, Any]) -> dict[str, Any]:
@@ -136,7 +136,8 @@ def _unfit(config: Any) -> Iterator[str]:
 def _unread(config: Any) -> Iterator[tuple[str, str]]:
     """By key, what is there for sampled answers alone, or cannot be where there are none."""
     algorithm, plain = config.trainer.algorithm, AlgorithmConfig()
-    if algorithm.preset not in (None, PRESET):
+    taught = algorithm.given.shape == "distill"
+    if algorithm.preset not in (None, PRESET, *[TAUGHT] * taught):
         yield "trainer.algorithm.preset", f"{algorithm.preset} learns from what the policy says"
     if not algorithm.given.coefficient:
         yield "trainer.algorithm.given.coefficient", "with 0 nothing at all is learned"
@@ -147,8 +148,9 @@ def _unread(config: Any) -> Iterator[tuple[str, str]]:
         "entropy_control", "entropy_share", "imitate", "distill", "teacher_advantage", "constraints", "reward_shape",
         "whiten", "advantage_bound",
     )  # fmt: skip
+    of_teachers = ("advantage", "loss", "distill") if taught else ()  # as preset TAUGHT has them
     for name in own:
-        if getattr(algorithm, name) != getattr(plain, name):
+        if name not in of_teachers and getattr(algorithm, name) != getattr(plain, name):
             yield f"trainer.algorithm.{name}", "it is of what the policy says"
     if config.replay.filter != NoFilter():
         yield "replay.filter", "there are no rewards to choose groups by"

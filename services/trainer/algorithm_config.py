@@ -238,6 +238,10 @@ class AlgorithmConfig(Section):
                 f"{taken or below}: it lowers the reward, and advantage=maxrl divides by a group's mean reward, which "
                 "must not be negative"
             )
+        if self.given.shape == "distill" and not self.distill:
+            raise ValueError(
+                "given.shape=distill: there is no teacher; give distill, e.g. {teachers: {teacher: 1.0}}, or preset=gkd"
+            )
         if self.given.compared and kind == "none":
             raise ValueError(
                 "given.compared: with advantage=none no answer is worth more than another; set it to false, with "

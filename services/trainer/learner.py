@@ -145,7 +145,8 @@ class Learner(ModelLearner):
         sampled = np.where(given, 0, sizes)
         values, good = self._values(step, chosen, sampled)
         tops = {name: [step.tops[name][i] for i in chosen] for name in self.algorithm.teachers}
-        totals = Totals.of(sampled, np.where(given, sizes, 0), step.sessions[chosen], good, tops.values())
+        answers, teaches_given = np.where(given, sizes, 0), self._config.algorithm.given.shape == "distill"
+        totals = Totals.of(sampled, answers, step.sessions[chosen], good, tops.values(), teaches_given)
         whole = to_device(torch.from_numpy(over_session(sampled, step.sessions[chosen])), self.device)
         if not totals.tokens and not totals.given:
             return 0.0, {}

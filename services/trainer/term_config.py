@@ -26,12 +26,13 @@ class GivenLossConfig(Section):
 
     coefficient: float = Field(1.0, ge=0)
     """What this loss counts beside the policy's, e.g. ``0.1``."""
-    shape: Literal["nll", "luffy"] = "nll"
+    shape: Literal["nll", "luffy", "distill"] = "nll"
     """Of each of their tokens, whose probability is π: ``nll``, −log π, of which the mean over all given tokens is
     added: supervised fine-tuning, and beside RL what CHORD does (Zhang et al. 2025, arXiv:2508.11408);
     ``luffy``, −A · π / (π + γ), where A is the answer's advantage in its group, divided as the losses of sampled tokens
     are (the policy shaping of LUFFY, Yan et al. 2025, arXiv:2504.14945): it pulls at unlikely tokens more than a ratio
-    would, and at likely ones less."""
+    would, and at likely ones less. ``distill``, the divergence of `distill` from teachers, as of sampled tokens, with
+    which it is divided: generalised knowledge distillation with rows' answers among the policy's own."""
     gamma: float = Field(0.1, gt=0)
     """γ of ``luffy``, e.g. ``0.2``: the smaller, the sooner a token counts as learned."""
     compared: bool = False

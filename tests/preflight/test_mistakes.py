@@ -484,6 +484,8 @@ MISTAKES = [
     m("luffy without an advantage", "given.compared: with advantage=none no answer is worth more than another",
       overrides=["trainer.algorithm={preset: gkd, given: {shape: luffy, compared: true}}",
                  "rollout.given.answers=1"]),
+    m("rows' answers without a teacher", "given.shape=distill: there is no teacher; give distill",
+      overrides=["trainer.algorithm.given={shape: distill}", "rollout.given.answers=1"]),
     m("a teacher by trajectories", "distill.teachers: maths has a value for each trajectory",
       overrides=[TEACHER.format("path: a/b, column: maths, top_k: 8").replace(": token", ": trajectory"),
                  "trainer.algorithm={preset: gkd, distill: {teachers: {maths: 1.0}}}"]),

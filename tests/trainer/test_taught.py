@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -145,8 +147,8 @@ def test_a_teacher_says_which_tokens_it_finds_likeliest(k: int, tmp_path: Path) 
         start = mine.stop
 
 
-def learner(budget: int = 100_000, **distill: Any) -> Learner:
-    algorithm = {"preset": "gkd", "distill": distill} if distill else {}
+def learner(budget: int = 100_000, more: Mapping[str, Any] = MappingProxyType({}), **distill: Any) -> Learner:
+    algorithm = {"preset": "gkd", "distill": distill, **more} if distill else {}
     config = {"algorithm": algorithm, "tokens_per_micro_batch": budget}
     return Learner(a_model(), TrainerConfig.model_validate(config), 0.7)
 
@@ -176,6 +178,22 @@ def test_the_term_is_the_mean_over_all_tokens_by_plain_transformers(
     assert found == pytest.approx(0.5 * metrics["teacher_divergence"], rel=1e-5)
     for mine, its in zip(gradient(one), term, strict=True):
         torch.testing.assert_close(mine, its, atol=1e-6, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("budget", "every"), [(64, 3), (100_000, 3), (64, 1)])
+def test_rows_answers_are_taught_as_the_policys_own_are(budget: int, every: int) -> None:
+    """With answers of rows among its own, or of rows alone, the term is the same mean over all of them."""
+    step, same = a_step(0, given=every), a_step(0, given=every)
+    same.trajectories[:] = [
+        replace(t, given=False, logprobs=(-0.5 * t.loss_mask).astype(np.float32)) for t in same.trajectories
+    ]
+    distill = {"divergence": "jsd", "beta": 0.3, "coefficient": 0.5}
+    own, mixed = learner(budget, **distill), learner(budget, {"given": {"shape": "distill"}}, **distill)
+    wanted, found = own.accumulate(same), mixed.accumulate(step)
+    assert found[0] == pytest.approx(wanted[0], rel=1e-5) and found[1]["given_nll"] > 0
+    assert found[1]["teacher_divergence"] == pytest.approx(wanted[1]["teacher_divergence"], rel=1e-5)
+    for mine, its in zip(gradient(mixed), gradient(own), strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-6, rtol=1e-4)
 
 
 def test_what_a_teacher_says_arrives_as_it_was_and_of_another_size_costs_its_group() -> None:

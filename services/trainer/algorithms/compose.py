@@ -238,6 +238,9 @@ class Algorithm:
         if part.given is not None:
             nll = _unlikely(part.log_prob, part.given, totals.given)
             loss, metrics["given_nll"] = loss + self._given_loss(part, nll, totals), nll.detach()
+        if part.divergence is not None:
+            learned = part.mask if part.given is None or not self._teaches_given else part.mask | part.given
+            metrics["teacher_divergence"] = (part.divergence.detach() * learned).sum() / max(totals.taught, 1.0)
         if part.balance is not None:
             loss = loss + self._config.router_balance * part.balance
             metrics["router_balance"] = part.balance.detach()
@@ -249,14 +252,23 @@ class Algorithm:
         if how.shape == "nll":
             return how.coefficient * nll
         assert part.given is not None
-        probability = part.log_prob.exp()
-        losses = -part.advantages * probability / (probability + how.gamma)
+        if self._teaches_given:
+            assert config.distill and part.divergence is not None
+            losses = config.distill.coefficient * part.divergence
+        else:
+            probability = part.log_prob.exp()
+            losses = -part.advantages * probability / (probability + how.gamma)
         divided = config.aggregated, config.length_scale, *self._counts(totals)
         return how.coefficient * agg_loss(losses, part.given, *divided)
 
+    @property
+    def _teaches_given(self) -> bool:
+        return self._config.given.shape == "distill"
+
     def _counts(self, totals: Totals) -> tuple[float, float]:
-        """Tokens and sequences that losses are divided by: LUFFY's mean is over sampled and given ones together."""
-        if self._config.given.shape == "luffy":
+        """Tokens and sequences that losses are divided by: LUFFY's mean, and a teacher's, is over sampled and given
+        ones together."""
+        if self._config.given.shape != "nll":
             return totals.tokens + totals.given, totals.sequences + totals.given_rows
         return totals.tokens, totals.sequences
 
@@ -292,7 +304,6 @@ class Algorithm:
             metrics["entropy"] = masked_mean(part.entropy.detach(), part.mask)
         if part.divergence is not None and config.distill:
             losses = losses + config.distill.coefficient * part.divergence
-            metrics["teacher_divergence"] = (part.divergence.detach() * part.mask).sum() / max(totals.taught, 1.0)
         counts = *self._counts(totals), part.tokens
         loss = agg_loss(losses, part.mask, config.aggregated, config.length_scale, *counts)
         return loss, metrics

@@ -33,12 +33,13 @@ class Totals:
         sessions: np.ndarray,
         good: float,
         tops: Collection[Sequence[tuple[np.ndarray, np.ndarray]]],
+        teaches_given: bool = False,
     ) -> Totals:
         """Of trajectories, each with so many tokens ``sampled`` and ``given``, int64, and of one of ``sessions``;
-        ``tops``: what each teacher says of them (`TrainingBatch.tops`)."""
+        ``tops``: what each teacher says of them (`TrainingBatch.tops`), of given ones too with ``teaches_given``."""
         own, taught = sampled > 0, 0
         for row, logs in enumerate(zip(*([logs for _, logs in teacher] for teacher in tops), strict=True)):
-            if own[row]:
+            if own[row] or teaches_given:
                 taught += int(np.any([~np.isnan(said[:, -1]) for said in logs], 0).sum())
         counts = (own.sum(), len(np.unique(sessions[own])), good, given.sum(), (given > 0).sum(), taught)
         return cls(float(sampled.sum()), *map(float, counts))
