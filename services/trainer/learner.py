@@ -96,8 +96,9 @@ class Learner(ModelLearner):
             proximal = self.evaluate(step, lambda rows: forward(self.model, rows, self._temperature))
         watched = self._config.norms_every and (self.version + 1) % self._config.norms_every == 0
         norms = LayerNorms(self.parameters, self.world) if watched else None
-        with_given, updates = self._config.algorithm.given.compared, []
-        described = describe(step, self.version, self._compares, with_given)
+        given, updates = self._config.algorithm.given, []
+        described = describe(step, self.version, self._compares, given.compared)
+        self.algorithm.given_coefficient = given.at(self.version)
         state = self.penalties_of_step(self._frozen_steps)
         for number, rows in enumerate(parts):
             rate, bonus = self.begin_update(), bonus_of_update(self._config.algorithm, state)
@@ -110,6 +111,7 @@ class Learner(ModelLearner):
                 ended = self.end_update(loss, before_update if number == 0 else lambda: None, norms)
             steer(self._config.algorithm, state, metrics)
             steered = {"entropy_bonus": bonus} if self._config.algorithm.entropy_control else {}
+            steered |= {"given_coefficient": self.algorithm.given_coefficient} if given.decay_steps else {}
             updates.append(metrics | ended | steered | {"loss": loss, "lr": rate})
             if number + 1 == self._config.mini_batches:
                 judgements = None

@@ -40,6 +40,32 @@ def plain_term(one: Learner, step: TrainingBatch, of_token: Any) -> torch.Tensor
     return total
 
 
+def test_chord_weighs_by_how_unsure_the_policy_is_and_falls() -> None:
+    step, plain = a_step(0, given=SIZE), learner()
+    how = {"shape": "chord", "coefficient": 2.0, "decay_steps": 4, "final": 0.5}
+    one = learner(64, given=how)
+    assert [one._config.algorithm.given.at(step) for step in (0, 1, 4, 9)] == [2.0, 1.625, 0.5, 0.5]
+    count = sum(t.sampled for t in step.trajectories if t.given)
+    wanted = plain_term(plain, step, lambda logs, _: -(logs.exp() * (1 - logs.exp())).detach() * logs) / count
+    term = torch.autograd.grad(wanted, list(plain.parameters.values()))
+    alone = step.only(np.flatnonzero(~step.given))
+    for version in (0, 3):
+        one.version, share = version, how["final"] + 1.5 * (1 - version / 4)
+        for each in (one, plain):
+            each.optimizer.zero_grad(set_to_none=True)
+        without, _ = plain.accumulate(alone)
+        one.algorithm.given_coefficient = one._config.algorithm.given.at(version)
+        found, _ = one.accumulate(step)
+        assert found == pytest.approx(without + share * float(wanted.detach()), abs=1e-5)
+        for mine, of_policy, its in zip(gradient(one), gradient(plain), term, strict=True):
+            torch.testing.assert_close(mine, of_policy + share * its, atol=1e-5, rtol=1e-3)
+    trained = learner(given=how)
+    trained.train(step)
+    assert trained.algorithm.given_coefficient == 2.0
+    trained.train(step)
+    assert trained.algorithm.given_coefficient == 1.625
+
+
 @pytest.mark.parametrize("budget", [64, 100_000])
 @pytest.mark.parametrize("every", [1, SIZE])
 def test_the_term_is_the_mean_over_given_tokens_beside_the_loss_of_what_was_sampled(budget: int, every: int) -> None:

@@ -82,6 +82,8 @@ class Algorithm:
         """Parts have their entropy, with its gradient."""
         self.entropy_bonus = config.entropy_bonus
         """What a nat of it takes off the loss: of an update, where it is steered (`entropy_control`)."""
+        self.given_coefficient = config.given.coefficient
+        """What the loss of given answers counts: in an update, where that changes."""
         self.teachers = config.distill.teachers if config.distill else {}
         """Parts have their divergence from these, with its gradient."""
         self.columns = [*config.loss.columns, *config.loss.given, *config.correction.columns]
@@ -250,8 +252,12 @@ class Algorithm:
         """Of given tokens; ``nll`` is their negative log-likelihood, as far as the part has it."""
         config, how = self._config, self._config.given
         if how.shape == "nll":
-            return how.coefficient * nll
+            return self.given_coefficient * nll
         assert part.given is not None
+        if how.shape == "chord":
+            probability = part.log_prob.detach().exp()
+            weight = probability * (1 - probability)
+            return self.given_coefficient * _unlikely(part.log_prob * weight, part.given, totals.given)
         if self._teaches_given:
             assert config.distill and part.divergence is not None
             losses = config.distill.coefficient * part.divergence
@@ -259,7 +265,7 @@ class Algorithm:
             probability = part.log_prob.exp()
             losses = -part.advantages * probability / (probability + how.gamma)
         divided = config.aggregated, config.length_scale, *self._counts(totals)
-        return how.coefficient * agg_loss(losses, part.given, *divided)
+        return self.given_coefficient * agg_loss(losses, part.given, *divided)
 
     @property
     def _teaches_given(self) -> bool:
@@ -268,7 +274,7 @@ class Algorithm:
     def _counts(self, totals: Totals) -> tuple[float, float]:
         """Tokens and sequences that losses are divided by: LUFFY's mean, and a teacher's, is over sampled and given
         ones together."""
-        if self._config.given.shape != "nll":
+        if self._config.given.shape in ("luffy", "distill"):
             return totals.tokens + totals.given, totals.sequences + totals.given_rows
         return totals.tokens, totals.sequences
 
