@@ -257,7 +257,7 @@ def status(
         return
     address, own_keys, folder = find_broker(run, broker, keys)
     with watching(address, own_keys, folder) as mailbox:
-        now = state(mailbox, folder)
+        now = state(mailbox, folder, whole=True)
     if as_json:
         typer.echo(json.dumps(finite(now)))
     else:

@@ -97,7 +97,7 @@ class Run:
 
         try:
             with watching(*find_broker(self.folder, None, None)) as mailbox:
-                return state(mailbox, self.folder)
+                return state(mailbox, self.folder, whole=True)
         except (SilentError, DeadlineError):
             running, over = self.running, self.summary
             if over is None and not running:

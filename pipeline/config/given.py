@@ -148,7 +148,8 @@ def _unread(config: Any) -> Iterator[tuple[str, str]]:
         "entropy_control", "entropy_share", "imitate", "distill", "teacher_advantage", "constraints", "reward_shape",
         "whiten", "advantage_bound",
     )  # fmt: skip
-    of_teachers = ("advantage", "loss", "distill") if taught else ()  # as preset TAUGHT has them
+    of_teachers = ["distill"] * taught  # as preset TAUGHT has them, and its own choices
+    of_teachers += ["advantage", "loss"] * (taught and algorithm.advantage.type == "none")
     for name in own:
         if name not in of_teachers and getattr(algorithm, name) != getattr(plain, name):
             yield f"trainer.algorithm.{name}", "it is of what the policy says"

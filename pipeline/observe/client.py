@@ -100,10 +100,10 @@ class AnotherRunError(ConfigError):
     """Where a run's broker was, another run's is now."""
 
 
-def state(mailbox: Mailbox, run: Path | None = None) -> dict[str, Any]:
-    """The run as it is now (`protocols.messages.Status`). Raises `DeadlineError`, and `AnotherRunError` where it is not
-    the one in the folder ``run``."""
-    status = mailbox.ask(StatusRequest(), DEADLINE_S)
+def state(mailbox: Mailbox, run: Path | None = None, whole: bool = False) -> dict[str, Any]:
+    """The run as it is now (`protocols.messages.Status`; ``whole`` as in `StatusRequest`). Raises `DeadlineError`, and
+    `AnotherRunError` where it is not the one in the folder ``run``."""
+    status = mailbox.ask(StatusRequest(whole=whole), DEADLINE_S)
     assert isinstance(status, Status)
     if run and (name := run / "run.name").is_file() and name.read_text().strip() != status.state["run"]:
         raise AnotherRunError(

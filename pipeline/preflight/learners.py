@@ -28,7 +28,15 @@ def look(config: Config, report: Report) -> None:
             from penstock.services.learning.custom_optimizer import kept_by
 
             with report.collect():
-                kept_by(str(learner.optimizer.name), learner.optimizer.options, f"{name}.optimizer")
+                kept_by(learner.optimizer, f"{name}.optimizer")
+        kept = learner.checkpoint
+        if kept.keep_optimizer == "newest" and not (
+            kept.keep_every or kept.keep_best or config.reference.refresh_every
+        ):
+            report.notes.append(
+                f"{name}.checkpoint.keep_optimizer=newest: no checkpoint stays beyond the newest {kept.keep}; set "
+                "keep_every or keep_best, or leave it out"
+            )
         program = next(iter(learner.checkpoint.then_words), "")
         if program and (lacks := lacks_command(program, path_with_ours())):
             report.here.append(f"{name}.checkpoint.then: {lacks}")

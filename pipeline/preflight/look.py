@@ -42,7 +42,8 @@ def look(config: Config, folder: Path, programs: bool = False, lacking: str = ""
     logs.silence()
     report = Report(done=done_in(folder))
     with without_hub(config, report):
-        machine.look(config, folder, report)
+        with report.collect():
+            machine.look(config, folder, report)
         parts = (
             gpus, engine, data, pictures, model, lora, learners, rewards, sources, environment, gateway, algorithm,
             scorers, teachers, trackers, reached, shown_secrets,

@@ -56,7 +56,7 @@ class Report:
         except PackageError as error:
             self.lacks_package(str(error))
         except SetupError as error:
-            self.problems.append(str(error))
+            self.problems += [str(error)] * (str(error) not in self.problems)  # several may have met it
 
     def lacks_package(self, words: str) -> None:
         """Something that is to be installed where it runs."""

@@ -32,12 +32,15 @@ def look(config: Config, report: Report) -> None:
             report.here.append(why)
             continue
         with report.collect():
-            report.lines.append(_tried(scorer, key, policy))
+            report.lines += filter(None, [_tried(scorer, key, policy)])
 
 
 def _tried(scorer: ScorerConfig, key: str, policy: str | None) -> str:
     """What is told of it. Raises `SetupError`."""
-    teacher = ServedTeacher(**scorer.arguments(1.0) | {"seconds": TRIAL_S, "attempts": 1})
+    try:
+        teacher = ServedTeacher(**scorer.arguments(1.0) | {"seconds": TRIAL_S, "attempts": 1})
+    except TypeError:
+        return ""  # which option it does not know is told with all scorers
     try:
         tokens = _words(teacher, scorer.options, key, policy) if policy else list(range(FEW))
         found = teacher.score_group(_group(tokens), {})[scorer.writes]

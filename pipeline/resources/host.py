@@ -226,7 +226,7 @@ def _critic(shape: Shape, critic: CriticConfig, rests: bool) -> tuple[float, flo
     its weights in a checkpoint."""
     lora = critic.lora
     trained = shape.adapter(lora.rank, lora.targets, lora.exclude) if lora else shape.parameters
-    state = state_bytes(critic.optimizer, trained, 0 if lora else shape.ends)
+    state = state_bytes(critic.optimizer, trained, 0 if lora else shape.ends, "critic")
     frozen, codes = frozen_bytes(shape, critic)
     towers = tower_bytes(shape, critic)
     means = critic.replicas * (state - 4 * trained) * critic.means_on_host

@@ -143,10 +143,12 @@ def _kept_bytes(learner: LearnerConfig, trained: float, ends: float) -> float:
         return 0.0
     if learner.optimizer.moments == "8bit":
         return EIGHT_BIT_BYTES * trained
-    found = state_bytes(learner.optimizer, trained, ends) - 4 * trained
-    return found + 4 * trained * (
-        learner.optimizer.type == "custom"
-    )  # of an update between, as torch's `foreach` has it
+    section = "trainer" if isinstance(learner, TrainerConfig) else "critic"
+    found = state_bytes(learner.optimizer, trained, ends, section) - 4 * trained
+    optimizer = learner.optimizer
+    if optimizer.type != "custom" or optimizer.options.get("fused") or not optimizer.options.get("foreach", True):
+        return found
+    return found + 4 * trained * (2 if found else bool(optimizer.weight_decay))  # while torch's `foreach` updates
 
 
 def frozen_bytes(shape: Shape, trainer: LearnerConfig) -> tuple[float, float]:
@@ -169,14 +171,14 @@ def coded_matrices(shape: Shape, lora: AdapterConfig | None) -> list[Matrix]:
     return shape.adapted(lora.targets, lora.exclude) if lora and lora.quantize else []
 
 
-def state_bytes(optimizer: OptimizerConfig, trained: float, ends: float) -> float:
+def state_bytes(optimizer: OptimizerConfig, trained: float, ends: float, section: str = "trainer") -> float:
     """Of ``trained`` parameters, and of what the optimizer keeps of them, in fp32: of AdamW two means, of Muon one, but
-    for those that are embedding and head (``ends``), which are AdamW's; of another one what a trial has found. Raises
-    `SetupError` where there is no such one."""
+    for those that are embedding and head (``ends``), which are AdamW's; of another one what a trial has found.
+    ``section``: the config's that it is of. Raises `SetupError` where there is no such one."""
     if optimizer.type == "custom":
         from penstock.services.learning.custom_optimizer import kept_by
 
-        return 4 * trained * (1 + len(kept_by(str(optimizer.name), optimizer.options, "optimizer").shaped))
+        return 4 * trained * (1 + len(kept_by(optimizer, f"{section}.optimizer").shaped))
     return 8 * trained + 4 * ends if optimizer.type == "muon" else 12 * trained
 
 

@@ -47,7 +47,7 @@ from penstock.services.modeling.parallel.fsdp import first_row, of_local
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.pinned import pin
 from penstock.services.modeling.weight_files import INDEX, SINGLE
-from penstock.services.runtime.checkpoint_folders import OPTIMIZER, STATE, latest, path_of, versions
+from penstock.services.runtime.checkpoint_folders import OPTIMIZER, STATE, latest, path_of, versions, without_optimizer
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.files import sync
 from penstock.services.runtime.processes import raise_file_limit
@@ -101,8 +101,9 @@ class Saver:
         if self._last is not None:
             self._last.result()
         learner, target = self._learner, path_of(self._folder, self._learner.version)
-        there = target.exists()
+        there = target.exists() and not without_optimizer(self._folder, learner.version)
         if learner.world.rank == 0 and not there:  # before anybody else looks into it
+            discard(target)
             discard(aside(target))
             (aside(target) / "trainer").mkdir(parents=True)
         if learner.world.share(b"is there" if there else b"") == b"is there":  # rank 0 says so for all
@@ -270,10 +271,11 @@ def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:
             saved = [key.removeprefix(f"{name}/") for key in sizes if key.startswith(f"{name}/")]
             if not saved:  # no update has changed it yet
                 continue
-            if missing := set(names) - set(saved):
+            if set(names) != set(saved) - {AVERAGE}:
                 raise CheckpointError(
-                    f"{learner.SECTION}.optimizer.type: {path} has no {min(missing)} of {name}, but "
-                    f"{', '.join(sorted(saved))}; go on with the type that it was saved with"
+                    f"{learner.SECTION}.optimizer: {path} has {', '.join(sorted(saved))} of {name}, and "
+                    f"{', '.join(sorted(names)) or 'nothing'} is wanted; go on with the type, name and options that it "
+                    "was saved with"
                 )
             kept = [*names, AVERAGE] if AVERAGE in saved and learner.average else names
             if not kept:
@@ -298,10 +300,13 @@ def empty_state(
     """The optimizer's tensors for ``parameter``, by ``names``, to be filled: cut as it is, but for AdamW's ``step``,
     and all on its device, where a fused step looks for them; with ``hosts`` its moments on those, since a device that
     keeps them in 8 bits, or not at all, may have no room for them in fp32. ``kept``: of another optimizer."""
-    numbers, there = ("step",) if kept is None else kept.numbers, kept is None or kept.on_device
+    numbers = ("step",) if kept is None else kept.numbers
 
     def empty(key: str) -> torch.Tensor:
+        if kept and key in kept.plain:
+            return torch.zeros((), dtype=torch.float64)
         if key in numbers:
+            there = kept is None or key in kept.on_device
             return torch.zeros((), dtype=torch.float32, device=parameter.device if there else "cpu")
         if hosts is None or key not in (*MOMENTS, MOMENTUM):
             return torch.zeros_like(parameter, requires_grad=False)
@@ -322,7 +327,7 @@ def _stage(
 
     def on_host(name: str, value: torch.Tensor | float) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
-            return torch.tensor(float(value))
+            return torch.tensor(float(value), dtype=torch.float64)
         mine = local(value)
         if name not in pages:
             pages[name] = torch.empty_like(mine, device="cpu")
@@ -348,14 +353,13 @@ def _stage(
     sizes = learner.world.of_stages(sizes)
     # peft knows one file for an adapter, however large.
     files = dict.fromkeys(sizes, 1) if learner.adapted else numbered(sizes)
-    optimizer = {
-        f"{name}/{key}": on_host(
-            f"{name}/{key}", value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
-        )
-        for name, parameter in learner.parameters.items()
-        for key, value in learner.optimizer.state.get(parameter, {}).items()
-        if value is not None
-    }
+    optimizer: dict[str, torch.Tensor] = {}
+    for name, parameter in learner.parameters.items():
+        state = learner.optimizer.state.get(parameter, {})
+        if kept := custom(learner.optimizer):
+            kept.check(name, parameter, state, AVERAGE)
+        found = {f"{name}/{key}": value for key, value in state.items() if value is not None}
+        optimizer |= {key: on_host(key, value) for key, value in found.items()}
     if learner.device.type == "cuda":
         torch.cuda.synchronize(learner.device)
     return files, weights, optimizer

@@ -7,81 +7,121 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
 
+from penstock.services.learning.optimizer_config import OptimizerConfig
 from penstock.services.runtime.errors import SetupError
-from penstock.services.runtime.plugins import describe, load_plugin
+from penstock.services.runtime.plugins import UserCodeError, describe, load_plugin
 
-TRIED = (3, 5)
-"""The shape of a parameter that it is tried with."""
+TRIED = ((64, 65), (33,))
+"""Shapes of the parameters that it is tried with: a matrix of more numbers than others begin to keep otherwise at, and
+a vector."""
+STEPS = 6
 OF_EACH = ("params", "lr", "weight_decay")
 """What groups of parameters have of the config."""
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Kept:
     """What an optimizer keeps of each parameter, by name, once it has changed it."""
 
-    shaped: tuple[str, ...]
+    who: str
+    """It, and the config's key that names it."""
+    shaped: tuple[str, ...] = ()
     """fp32, of the parameter's shape."""
-    numbers: tuple[str, ...]
-    """One number each, in a tensor on the host."""
+    numbers: tuple[str, ...] = ()
+    """fp32, one each."""
+    on_device: frozenset[str] = frozenset()
+    """Those `numbers` that lie where the parameter does; others are on the host."""
     plain: Mapping[str, type] = field(default_factory=dict)
-    """Of the `numbers` those that are Python's, and what they are."""
-    on_device: bool = False
-    """Its numbers lie where parameters do."""
+    """Numbers of Python's, and what they are."""
 
-    def number(self, name: str, value: torch.Tensor) -> Any:
-        """``value``, that was saved, as the optimizer has it."""
-        return self.plain[name](value.item()) if name in self.plain else value
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all."""
+        return (*self.plain, *self.numbers, *self.shaped)
+
+    def check(self, name: str, parameter: torch.Tensor, state: Mapping[str, Any], beside: str) -> None:
+        """Raises `SetupError` where the ``state`` of the parameter ``name`` is not what the trial has found, but for
+        what others keep ``beside`` it."""
+        for what, value in state.items():
+            if what == beside or value is None:
+                continue
+            fits = what in (*self.shaped, *self.numbers) and _like(
+                value, parameter.shape if what in self.shaped else ()
+            )
+            if not fits and not (what in self.plain and isinstance(value, self.plain[what])):
+                had = f"{what!r} of {name}, {_described(value)}"
+                raise SetupError(f"{self.who} keeps {had}, as it did not in its trial, and no checkpoint would have it")
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """What it raises inside names it."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # the user's own code
+            raise UserCodeError(f"{self.who} raised {describe(error)}") from error
 
 
-def kept_by(name: str, options: Mapping[str, Any], key: str) -> Kept:
-    """What the class ``name`` keeps, made with ``options``; ``key`` is the config's section of it. Raises `SetupError`
-    where it is no optimizer, or keeps what a checkpoint would not have."""
-    return _kept_by(name, json.dumps(options, sort_keys=True), key)
+def kept_by(config: OptimizerConfig, key: str, device: torch.device = CPU) -> Kept:
+    """What the class that ``config`` names keeps, of parameters on ``device``; ``key`` is the config's of it. Raises
+    `SetupError` where it is no optimizer, or keeps what a checkpoint would not have."""
+    return _kept_by(str(config.name), json.dumps(config.options, sort_keys=True), config.weight_decay, key, device)
 
 
 @cache
-def _kept_by(name: str, options: str, key: str) -> Kept:
-    parameter = torch.nn.Parameter(torch.ones(TRIED))
-    made = make(name, [{"params": [parameter]}], json.loads(options), 1e-3, key)
-    for _ in range(2):
-        before = _of_groups(made)
-        parameter.grad = torch.ones(TRIED)
+def _kept_by(name: str, options: str, decay: float, key: str, device: torch.device) -> Kept:
+    parameters = [torch.nn.Parameter(torch.ones(shape, device=device)) for shape in TRIED]
+    groups = [{"params": [one], "weight_decay": share} for one, share in zip(parameters, (decay, 0.0), strict=True)]
+    made = make(name, groups, json.loads(options), 1e-3, key)
+    before = _together(made, parameters)
+    for step in range(STEPS):
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 1.0 + step)
         try:
             with torch.random.fork_rng(devices=()):
                 made.step()
         except Exception as error:  # the user's own code
             raise SetupError(f"{key}.name: {name} cannot change a parameter: {describe(error)}") from error
-        if (now := _of_groups(made)) != before:
-            changed = min(what for what in now if now[what] != before.get(what))
-            raise SetupError(
-                f"{key}.name: {name} keeps {changed!r} of all parameters together, which no checkpoint would have; "
-                "take one whose state is that of each parameter"
-            )
-    shaped, numbers, plain = list[str](), list[str](), dict[str, type]()
-    for what, value in made.state[parameter].items():
-        if isinstance(value, torch.Tensor) and value.shape == TRIED and value.dtype == torch.float32:
+    if (now := _together(made, parameters)) != before:
+        changed = min(what for what in now if now[what] != before.get(what))
+        raise SetupError(
+            f"{key}.name: {name} keeps {changed!r} of all parameters together, which no checkpoint would have; take "
+            "one whose state is that of each parameter"
+        )
+    found = [_of_one(made.state.get(parameter, {}), parameter, name, key) for parameter in parameters]
+    if found[0] != found[1]:
+        raise SetupError(f"{key}.name: {name} keeps other things of a matrix than of a vector; take another")
+    return found[0]
+
+
+def _of_one(state: Mapping[str, Any], parameter: torch.Tensor, name: str, key: str) -> Kept:
+    shaped, numbers, on_device, plain = list[str](), list[str](), set[str](), dict[str, type]()
+    for what, value in state.items():
+        if _like(value, parameter.shape):
             shaped.append(what)
-        elif isinstance(value, torch.Tensor) and value.ndim == 0 and value.dtype == torch.float32:
+        elif _like(value, ()):
             numbers.append(what)
+            on_device |= {what} if value.device.type != "cpu" else set()
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            numbers.append(what)
             plain[what] = type(value)
         elif value is not None:
-            had = f"{list(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise SetupError(
-                f"{key}.name: {name} keeps {what!r}, {had}, of a matrix {list(TRIED)}; only fp32 tensors of its own "
-                "shape, and numbers, can be cut over ranks and saved; take another, or other options"
+                f"{key}.name: {name} keeps {what!r}, {_described(value)}, of a parameter {list(parameter.shape)}; only "
+                "fp32 tensors of its own shape, and numbers, can be cut over ranks and saved; take another, or other "
+                "options"
             )
-    there = json.loads(options)
-    return Kept(tuple(shaped), tuple(numbers), plain, bool(there.get("fused") or there.get("capturable")))
+    who = f"{key}.name: {name}"
+    return Kept(who, tuple(sorted(shaped)), tuple(sorted(numbers)), frozenset(on_device), plain)
 
 
 def make(
@@ -91,6 +131,8 @@ def make(
     found = load_plugin(name, f"{key}.name")
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise SetupError(f"{key}.name: {name} is no class of torch.optim.Optimizer's; name one, e.g. torch.optim:NAdam")
+    if taken := {"lr", "weight_decay"} & options.keys():
+        raise SetupError(f"{key}.options: {min(taken)} is a key of its own; set {key}.{min(taken)}")
     try:
         made = found(groups, lr=lr, **options)
     except Exception as error:  # the user's own code
@@ -101,6 +143,18 @@ def make(
     return made
 
 
-def _of_groups(made: torch.optim.Optimizer) -> dict[str, Any]:
-    """What it has of all parameters together."""
-    return copy.deepcopy({what: value for what, value in made.param_groups[0].items() if what not in OF_EACH})
+def _together(made: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> dict[str, Any]:
+    """What it has of all parameters together: in groups, beside their own state, or as numbers of its own."""
+    found = {what: value for what, value in made.param_groups[0].items() if what not in OF_EACH}
+    found |= {str(what): "" for what in made.state if all(what is not one for one in parameters)}
+    found |= {what: value for what, value in vars(made).items() if isinstance(value, int | float)}
+    return copy.deepcopy(found)
+
+
+def _like(value: Any, shape: tuple[int, ...]) -> bool:
+    """It is a tensor of fp32 and of this ``shape``."""
+    return isinstance(value, torch.Tensor) and value.shape == shape and value.dtype == torch.float32
+
+
+def _described(value: Any) -> str:
+    return f"{list(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__

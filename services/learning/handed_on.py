@@ -55,6 +55,11 @@ class HandedOn:
         """Versions whose checkpoints may not be removed."""
         return {self._running[0]} if self._running else set(list(self._queue)[:1])
 
+    @property
+    def wanted(self) -> set[int]:
+        """Versions whose checkpoints the command is still to have, whole."""
+        return self.held | set(self._queue)
+
     def add(self, version: int) -> None:
         """There is a checkpoint of it, durable."""
         if self._command and version not in self._queue and not (path_of(self._folder, version) / DONE).exists():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from penstock.services.learning.custom_optimizer import Kept, kept_by, make
+from penstock.services.learning.custom_optimizer import CPU, Kept, kept_by, make
 from penstock.services.learning.eight_bit import in_fp32, is_quantized, quantize
 from penstock.services.learning.host_moments import MOMENTS, HostAdamW
 from penstock.services.learning.muon import MOMENTUM, Muon, hidden_matrices
@@ -42,7 +42,7 @@ def make_optimizer(
     if config.type == "custom":
         assert config.name
         made = make(config.name, groups, config.options, config.lr, key)
-        made.penstock_kept = kept_by(config.name, config.options, key)
+        made.penstock_kept = kept_by(config, key, next(iter(parameters.values())).device if parameters else CPU)
         return made
     if config.moments == "float32":
         return adamw(groups)
@@ -73,6 +73,8 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 def stepping(optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
     """Around `step`: torchao compiles it, which on a CPU wants a C++ compiler and takes longer than it saves."""
+    if kept := custom(optimizer):
+        return kept.stepping()
     if not is_eight_bit(optimizer) or optimizer.param_groups[0]["params"][0].is_cuda:
         return nullcontext()
     return torch.compiler.set_stance("force_eager")  # loads torch's compiler, which takes seconds
@@ -87,7 +89,7 @@ def local(value: torch.Tensor) -> torch.Tensor:
 def state_names(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> tuple[str, ...]:
     """What the state of ``parameter`` consists of."""
     if kept := custom(optimizer):
-        return (*kept.numbers, *kept.shaped)
+        return kept.names
     hidden = isinstance(optimizer, Muon) and optimizer.is_hidden(parameter)
     return (MOMENTUM,) if hidden else ("step", *MOMENTS)
 
@@ -105,7 +107,7 @@ def restore_state(
     the same 8 bits again where it is cut as it was."""
     found: dict[str, Any] = dict(state)
     if kept := custom(optimizer):
-        found |= {name: kept.number(name, found[name]) for name in kept.numbers}
+        found |= {name: kind(found[name].item()) for name, kind in kept.plain.items()}
     elif is_eight_bit(optimizer):
         for name, signed in SIGNED.items():
             found[name] = optimizer._new_buffer(parameter, signed)

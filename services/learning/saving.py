@@ -106,4 +106,4 @@ class Saving:
             newest = self._version // self._landmark * self._landmark
             done = max(checkpoint_folders.versions(self._followed), default=0) if self._followed else newest
             spared |= {newest, *range((done // self._landmark + 1) * self._landmark, newest, self._landmark)}
-        self._saver.remove_old(spared, self._handed_on.held)
+        self._saver.remove_old(spared, self._handed_on.wanted)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from penstock.protocols.columns import top_values
 from penstock.protocols.experience import ExperienceError, Group, Trajectory
+from penstock.services.runtime import health
 from penstock.services.runtime.asking import AskingError, ask
 from penstock.services.runtime.errors import SetupError
 
+BEAT_S = 1.0
 REST = 1e-7
 """What is left for all other tokens together, at least: less is not told from what 32 bits round."""
 
@@ -54,21 +56,23 @@ class ServedTeacher:
         """Log-probabilities, natural logarithm: float32 ``[tokens of all trajectories]``, 0 where nothing was
         sampled. With `top_k` also `columns.top_columns`, flat. Raises `AskingError`, and `ExperienceError` where it
         shows pictures."""
-        return self.score_groups([group], [columns])[0]
+        (found,) = self.score_groups([group], [columns])
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def score_groups(
         self, groups: Sequence[Group], columns: Sequence[Mapping[str, np.ndarray]]
-    ) -> list[dict[str, np.ndarray]]:
-        """The same, of each of ``groups``."""
-        said = iter(self._runner.run(self._ask_all([t for group in groups for t in group.trajectories])))
-        return [self._joined([next(said) for _ in group.trajectories]) for group in groups]
+    ) -> list[dict[str, np.ndarray] | Exception]:
+        """The same, of each of ``groups``, or why it has none."""
+        return self._runner.run(self._ask_all(groups))
 
     def reads(self, text: str) -> list[int] | None:
         """``text`` as its tokens, without marks around it; None where the server does not say."""
         url, body = f"{self._base.removesuffix('/v1')}/tokenize", {"prompt": text, "add_special_tokens": False}
         try:
-            said = self._runner.run(ask(url, body | {"model": self._model}, self._attempts, self._headers)).json()
-            return [int(token) for token in said["tokens"]]
+            answer = self._runner.run(self._within(ask(url, body | {"model": self._model}, 1, self._headers)))
+            return [int(token) for token in answer.json()["tokens"]]
         except (AskingError, LookupError, TypeError, ValueError):
             return None
 
@@ -80,14 +84,29 @@ class ServedTeacher:
         logs, ids, tops = (np.concatenate(each) for each in zip(*parts, strict=True))
         return {self._column: logs} | (top_values(self._column, self._k, ids, tops) if self._k else {})
 
-    async def _ask_all(self, trajectories: Sequence[Trajectory]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    async def _ask_all(self, groups: Sequence[Group]) -> list[dict[str, np.ndarray] | Exception]:
         room = asyncio.Semaphore(self._concurrency)
+        alive = asyncio.create_task(_beat())  # each answer has its own deadline
+        try:
+            return await asyncio.gather(*(self._ask_of(group, room) for group in groups))
+        finally:
+            alive.cancel()
+
+    async def _ask_of(self, group: Group, room: asyncio.Semaphore) -> dict[str, np.ndarray] | Exception:
         try:
             async with asyncio.TaskGroup() as tasks:
-                asked = [tasks.create_task(self._ask(trajectory, room)) for trajectory in trajectories]
+                asked = [tasks.create_task(self._ask(trajectory, room)) for trajectory in group.trajectories]
         except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [task.result() for task in asked]
+            return next(iter(errors.exceptions))
+        return self._joined([task.result() for task in asked])
+
+    async def _within(self, answer: Awaitable[Any]) -> Any:
+        """Raises `AskingError` where it is late."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await answer
+        except TimeoutError:
+            raise AskingError(f"{self._base} has not answered within {self._seconds:g} s (options.seconds)") from None
 
     async def _ask(self, trajectory: Trajectory, room: asyncio.Semaphore) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of each token its log-probability, float32; and of the sampled ones ids and log-probabilities of the k
@@ -98,11 +117,7 @@ class ServedTeacher:
         body = {"model": self._model, "prompt": tokens, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": self._k}
         url = f"{self._base}/completions"
         async with room:
-            try:
-                async with asyncio.timeout(self._seconds):
-                    answer = await ask(url, body, self._attempts, self._headers)
-            except TimeoutError:
-                raise AskingError(f"{url} has not answered within options.seconds={self._seconds:g}") from None
+            answer = await self._within(ask(url, body, self._attempts, self._headers))
         try:
             stated = answer.json()["choices"][0]["prompt_logprobs"]
             return self._read(trajectory, tokens, stated)
@@ -132,3 +147,9 @@ class ServedTeacher:
             raise ValueError(f"{logs.max():g} is no log-probability")
         tops[:, -1] = np.log(np.maximum(1 - np.exp(tops[:, :-1]).sum(-1), REST))
         return logs, ids, tops
+
+
+async def _beat() -> None:
+    while True:
+        health.beat()
+        await asyncio.sleep(BEAT_S)

@@ -205,22 +205,30 @@ class CustomScorer:
             self._singly.discard(task.key)
             health.beat()
             try:
-                found = self._score(task)
+                found: dict[str, np.ndarray] | Exception = self._score(task)
             except Exception as error:  # the user's own code
-                reason = f"{self._config.scorer}: {type(error).__name__}: {error}"
-                log.warning("a group cannot be scored", group=task.key[1], error=reason, exc_info=True)
-                self._failed.add(task.key)
-                if len(self._failed) >= FAILED_IN_A_ROW:
-                    many = f"{self._key}: {len(self._failed)} groups in a row cannot be scored, the last for {reason}"
-                    answer(task, task.wanted[0], ends=BrokenScorerError(many))
-                    return tasks[place + 1 :]
-                for column in task.wanted:
-                    answer(task, column, unusable=reason)
-            else:
-                self._failed.clear()
-                for column in task.wanted:
-                    answer(task, column, found[column])
+                found = error
+            if not self._answered(task, found, answer):
+                return tasks[place + 1 :]
         return ()
+
+    def _answered(self, task: ScoringTask, found: dict[str, np.ndarray] | Exception, answer: Answer) -> bool:
+        """Whether this process goes on, once it has said what it has ``found`` of a group, or why it has nothing."""
+        if not isinstance(found, Exception):
+            self._failed.clear()
+            for column in task.wanted:
+                answer(task, column, found[column])
+            return True
+        reason = f"{self._config.scorer}: {type(found).__name__}: {found}"
+        log.warning("a group cannot be scored", group=task.key[1], error=reason, exc_info=found)
+        self._failed.add(task.key)
+        if len(self._failed) >= FAILED_IN_A_ROW:
+            many = f"{self._key}: {len(self._failed)} groups in a row cannot be scored, the last for {reason}"
+            answer(task, task.wanted[0], ends=BrokenScorerError(many))
+            return False
+        for column in task.wanted:
+            answer(task, column, unusable=reason)
+        return True
 
     def gauges(self) -> dict[str, float]:
         """None of its own."""
@@ -255,18 +263,16 @@ class CustomScorer:
         health.beat()
         try:
             every = self._scorer.score_groups([task.group for task in tasks], [task.columns for task in tasks])
-            found = [self._checked(task, each) for task, each in zip(tasks, every, strict=True)]
+            pairs = zip(tasks, every, strict=True)
+            found = [each if isinstance(each, Exception) else self._checked(task, each) for task, each in pairs]
         except Exception as error:  # the user's own code
             what, self._parted = f"{type(error).__name__}: {error}", self._parted + 1
             self._several = self._parted < PARTED
             log.warning("groups cannot be scored together: now one by one", groups=len(tasks), error=what)
             self._singly = {task.key for task in tasks}
             return False
-        self._failed.clear()
         self._parted = 0
-        for task, each in zip(tasks, found, strict=True):
-            for column in task.wanted:
-                answer(task, column, each[column])
+        all(self._answered(task, each, answer) for task, each in zip(tasks, found, strict=True))
         return True
 
     def _score(self, task: ScoringTask) -> dict[str, np.ndarray]:

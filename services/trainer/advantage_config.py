@@ -349,6 +349,7 @@ class GvpoAdvantage(Choice):
     begins, whoever sampled. Starts a reference; takes a forward pass more."""
 
     implementation = "advantages.gvpo:gvpo"
+    equal_teach = True
     paper = "Zhang et al. 2025, arXiv:2504.19599; Bartoldson et al. 2025, arXiv:2503.18929; FlowRL: arXiv:2509.15207"
     least_n = 2
     by_token = True

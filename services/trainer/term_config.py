@@ -52,6 +52,8 @@ class GivenLossConfig(Section):
 
     @model_validator(mode="after")
     def _has_an_advantage(self) -> GivenLossConfig:
+        if self.shape == "distill" and not self.coefficient:
+            raise ValueError("coefficient=0: shape=distill would teach nothing; leave one of the two out")
         if self.final and not self.decay_steps:
             raise ValueError(f"final={self.final:g}: the coefficient stays as it is; set decay_steps, e.g. 200")
         if self.shape == "luffy" and not self.compared:

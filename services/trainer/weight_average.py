@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from penstock.services.learning.checkpoint import AVERAGE
+from penstock.services.learning.optimizer import state_names
 from penstock.services.modeling.parallel.fsdp import local
 
 
@@ -39,8 +40,8 @@ class WeightAverage:
     def follow(self) -> None:
         """After a step."""
         for name, parameter in self._parameters.items():
-            state = self._optimizer.state.get(parameter)
-            if not state:  # no update has changed it yet
+            state = self._optimizer.state[parameter]
+            if not state and state_names(self._optimizer, parameter):  # no update has changed it yet
                 continue
             if AVERAGE not in state:
                 state[AVERAGE] = self._first.pop(name)

@@ -133,6 +133,10 @@ def test_older_ones_may_lose_the_optimizers_state_and_nothing_else(tmp_path: Pat
         checkpoint.restore(a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY))), tmp_path / "step-000004")
     saver.remove_old(spared=[3])
     assert [checkpoint_folders.without_optimizer(tmp_path, each) for each in (2, 3, 4, 6)] == [True, True, True, False]
+    learner.version = 4  # as a critic that goes back to a step that it has been at
+    saver.begin().result()
+    assert not checkpoint_folders.without_optimizer(tmp_path, 4)
+    checkpoint.restore(a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY))), tmp_path / "step-000004")
 
 
 def test_what_cannot_be_removed_ends_nobody_and_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,7 @@ def test_gvpo_is_at_rest_where_answers_are_as_likely_as_their_rewards_say(seed: 
 @pytest.mark.parametrize("preset", ["online_dpo", "gvpo"])
 def test_a_reference_comes_with_it_and_no_critic(preset: str) -> None:
     config = load(Path("configs/quickstart.yaml"), [f"trainer.algorithm={{preset: {preset}}}"])
+    assert config.trainer.algorithm.equal_is_idle == (preset == "online_dpo")
     there = {kind for kind, spec in registry.actors(config).items() if spec.names(config)}
     assert "reference" in there and "critic" not in there
 

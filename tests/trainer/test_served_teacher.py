@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -23,6 +24,7 @@ from penstock.services.modeling.teacher import Teacher
 from penstock.services.runtime import asking
 from penstock.services.runtime.asking import AskingError
 from penstock.services.runtime.custom_scorer import CustomScorer, ScorerConfig
+from penstock.services.runtime.scorer import ScoringTask
 from tests.conftest import TINY, make_group
 from tests.reward.serving import serving
 
@@ -37,12 +39,14 @@ class Server(BaseHTTPRequestHandler):
     """Codes that it answers with first."""
     spoils: Any = staticmethod(lambda said: said)
     reads: list[int] | None = None
+    slow_s = 0.0
     asked: list[dict[str, Any]] = []
     keys: list[str | None] = []
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/tokenize":
+            time.sleep(self.slow_s)
             return self._answer(200 if self.reads else 404, {"tokens": self.reads})
         assert self.path == "/v1/completions", self.path
         self.asked.append(body)
@@ -80,7 +84,7 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     torch.manual_seed(0)
     Server.model = Qwen3ForCausalLM(Qwen3Config(**TINY)).eval()
     Server.model.save_pretrained(tmp_path / "model")
-    Server.before, Server.asked, Server.keys, Server.reads = [], [], [], None
+    Server.before, Server.asked, Server.keys, Server.reads, Server.slow_s = [], [], [], None, 0.0
     Server.spoils = staticmethod(lambda said: said)
     with serving(Server) as address:
         yield f"{address}/v1"
@@ -149,9 +153,38 @@ def test_a_silent_server_has_a_deadline(url: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(asking, "FIRST_WAIT_S", 30.0)
     Server.before = [503] * 100
     served = ServedTeacher(url, "m", seconds=0.3)
-    with pytest.raises(AskingError, match=r"options\.seconds=0\.3"):
+    with pytest.raises(AskingError, match=r"within 0\.3 s \(options\.seconds\)"):
         served.score_group(groups(1)[0], {})
     served.close()
+
+
+def test_a_silent_one_says_nothing_of_words_in_time(url: str) -> None:
+    Server.reads, Server.slow_s = [1, 2], 0.0
+    served = ServedTeacher(url, "m", seconds=0.3)
+    assert served.reads("a b") == [1, 2]
+    Server.slow_s = 1.0
+    began = time.monotonic()
+    assert served.reads("a b") is None and time.monotonic() - began < 0.9
+    served.close()
+
+
+def test_an_answer_that_is_refused_costs_its_group_alone(url: str) -> None:
+    options = {"url": url, "model": "m"}
+    made = CustomScorer(ScorerConfig(scorer="served_teacher", columns={"wise": "token"}, options=options), "wise")
+    said: list[tuple[int, str]] = []
+
+    def answer(
+        task: ScoringTask, column: str, values: Any = None, errors: Any = (), unusable: str = "", **_: Any
+    ) -> None:
+        said.append((task.key[1], unusable))
+
+    tasks = [ScoringTask(("train", group.number), group, ("wise",), {}, 0) for group in groups(5)]
+    for _ in range(4):  # which is not taken for a reason to ask one by one
+        Server.before, said[:] = [400], []
+        assert made.score(tasks, answer) == []
+        assert sorted(number for number, _ in said) == [0, 1, 2, 3, 4]
+        assert [("400" in why) for _, why in said].count(True) == 1 == sum(bool(why) for _, why in said)
+    made.close()
 
 
 def test_pictures_are_refused(url: str) -> None:
@@ -186,6 +219,9 @@ def test_a_look_asks_it_once(url: str) -> None:
     Server.before = [400]
     teachers.look(config(url), report)
     assert "scorers.wise.options: " in report.problems[0] and "answered 400" in report.problems[0]
+    odd = Report()
+    teachers.look(config(url, "scorers.wise.options.topk=4"), odd)
+    assert not odd.lines and not odd.problems, "it is told with all scorers"
     nobody = Report()
     teachers.look(config("http://127.0.0.1:9/v1"), nobody)
     assert "scorers.wise.options.url: nobody listens at http://127.0.0.1:9/v1" in nobody.here[0]
