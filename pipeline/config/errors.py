@@ -46,7 +46,8 @@ def explain(data: Any, problem: Any) -> str:
     elif problem["type"] in ("model_type", "model_attributes_type"):
         message = f"{problem['input']!r} is no section; give {_as_section(data, path, problem['input'])}"
     elif problem["type"] in ("tuple_type", "list_type"):
-        message = f"{problem['input']!r} is no list; give one, e.g. [{problem['input']}]"
+        given = problem["input"]
+        message = f"{given!r} is no list; " + ("leave it out" if given is None else f"give one, e.g. [{given}]")
     elif problem["type"] != "value_error":
         message += f", got {problem['input']!r}"
         if problem["type"] == "string_type" and isinstance(problem["input"], int | float):
@@ -57,8 +58,12 @@ def explain(data: Any, problem: Any) -> str:
 def _as_section(data: Any, path: list[Any], value: Any) -> str:
     """The section that ``value`` alone may have meant, as YAML."""
     sections = _sections(data, path)
-    if kinds := [tag(section) for section in sections if tag(section)]:
-        return f"{{type: {value if value in kinds else kinds[0]}}}"
+    if kinds := {tag(section): section for section in sections if tag(section)}:
+        if near := value if value in kinds else closest(str(value), kinds):
+            return f"{{type: {near}}}"
+        kind, section = next(iter(kinds.items()))
+        more = f", path: {value}" if isinstance(value, str) and "path" in section.model_fields else ""
+        return f"{{type: {kind}{more}}}, or another type: {', '.join([*kinds][1:])}"
     for first, field in sections[0].model_fields.items() if sections else ():
         if isinstance(value, str) and field.annotation is str:
             return f'{{{first}: "{value}"}}'

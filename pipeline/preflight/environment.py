@@ -20,6 +20,7 @@ from penstock.services.environments.begun import begun_with
 from penstock.services.environments.config import EnvironmentConfig, key_of
 from penstock.services.environments.past import Answered
 from penstock.services.environments.pool import EnvironmentPool
+from penstock.services.reward.config import ENVIRONMENT
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install
 
@@ -65,6 +66,7 @@ def _play(
     truth = row.truth if isinstance(row.truth, str) and row.truth else ANSWER
     words = f"{key}: {environment.environment}"
     heard: dict[str, dict[str, Any]] = {}
+    unread = set[str]()
     for name, call in _calls(environment, pool, row, truth).items():
         said: queue.Queue[tuple[dict[str, Any] | None, str]] = queue.Queue()
         call(lambda found, error, said=said: said.put((found, error)))  # type: ignore[misc]
@@ -88,6 +90,12 @@ def _play(
         elif "reward" in found and AGAIN not in name:
             then = "ended the task" if found["done"] else f"went on: {_as_read(found['observation'], report)!r}"
             report.lines.append(f"{words}: {name}, on row {row.index}, gave a reward of {found['reward']:g} and {then}")
+            if found["reward"] and all(each.function != ENVIRONMENT for each in config.reward.functions):
+                unread.add(
+                    f"reward.functions: the rewards of {key} are not read; add {{function: environment}} where they "
+                    "are to count"
+                )
+    report.notes += unread
     _compare(words, heard, row, report)
     _look_at_characters(words, heard, report)
 

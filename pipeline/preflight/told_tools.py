@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from penstock.services.turns.tokenizer import Tokenizer
 
 
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_MEANT = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+
+
 def look_at_tiny(rows: Sequence[Prompt], report: Report) -> None:
     """Adds to ``report`` where the first ``rows`` have any, of a tiny model, which has no chat template."""
     if found := next((prompt for prompt in rows if prompt.tools or _calls(prompt)), None):
@@ -29,6 +33,12 @@ def look_at_tiny(rows: Sequence[Prompt], report: Report) -> None:
 def look_at_rows(path: str, tokenizer: Tokenizer, rows: Sequence[Prompt], report: Report) -> None:
     """Adds to ``report`` where the chat template of the model at ``path`` leaves out what the first ``rows`` have."""
     for prompt in rows:
+        if role := next(_unheard(tokenizer, prompt), ""):
+            report.problems.append(
+                f"prompts.train: row {prompt.index}: the chat template of {path} does not tell of messages whose role "
+                f"is {role!r}; write {_MEANT.get(role, 'system, user or assistant')}, or give model.chat_template"
+            )
+            return
         silent = bool(prompt.tools) and np.array_equal(
             tokenizer.encode(prompt), tokenizer.encode(prompt.model_copy(update={"tools": None}))
         )
@@ -40,6 +50,17 @@ def look_at_rows(path: str, tokenizer: Tokenizer, rows: Sequence[Prompt], report
                 "whose template does, give model.chat_template, or leave tools_key out and write them into the contents"
             )
             return
+
+
+def _unheard(tokenizer: Tokenizer, prompt: Prompt) -> Iterator[str]:
+    """Roles that chat templates do not know by that name, of messages that this one leaves out."""
+    messages = list(prompt.messages or ())
+    for place, message in enumerate(messages):
+        if message["role"] in KNOWN_ROLES or not isinstance(message.get("content"), str):
+            continue
+        other = [*messages[:place], {**message, "content": message["content"] + " ?"}, *messages[place + 1 :]]
+        if np.array_equal(tokenizer.encode(prompt), tokenizer.encode(prompt.model_copy(update={"messages": other}))):
+            yield message["role"]
 
 
 def other_form(form: str, template: str) -> str:

@@ -28,7 +28,8 @@ def new_folder(config: Config, config_path: Path) -> Path:
     folder = Path(config.run.folder) / config.run.name
     # Where a start before was told that it cannot work there may be what its programs said.
     if folder.exists() and any(entry.name not in ("logs", LOCK) for entry in folder.iterdir()):
-        on = f"go on with it: penstock run --resume {folder}; or " if (folder / "config.yaml").is_file() else ""
+        goes_on = (folder / "config.yaml").is_file() and config.trainer.counted_steps > 0  # else it evaluates alone
+        on = f"go on with it: penstock run --resume {folder}; or " if goes_on else ""
         raise ConfigError(f"run.name: {folder} exists and is not empty; {on}choose another name")
     return folder
 

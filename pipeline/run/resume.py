@@ -144,6 +144,8 @@ def _ends(config: Config) -> tuple[Any, ...]:
 
 def how_to_go_on(config: Config, summary: dict[str, Any]) -> str:
     """With a run that is complete: which key says that there is more to do."""
+    if not summary["steps"] and not config.trainer.counted_steps:
+        return "begin another one: this one was to evaluate, and to train nothing (trainer.steps=0)"
     if summary["steps"] >= config.trainer.counted_steps:
         return f"give more steps, e.g. trainer.steps={2 * summary['steps']}"
     keys = []

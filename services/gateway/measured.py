@@ -6,11 +6,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import structlog
+
 from penstock.protocols.experience import MOST_REWARD
 from penstock.protocols.measured import fault
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.turn_names import turn_called
 from penstock.services.gateway.work import Held
+
+log = structlog.get_logger()
+
+_unread: set[str] = set()
+"""Sources of which it was told already."""
 
 
 def checked_reward(reward: float | None, needed: bool) -> float:
@@ -46,10 +53,22 @@ def said_at_the_end(
     held: Held, reward: float | None, metrics: Mapping[str, float], rewards: Mapping[str, float], read: bool
 ) -> dict[str, Any]:
     """How a session ends, as it is kept; ``rewards`` and ``read`` as for `turn_rewards`. Raises `AgentError`."""
+    if reward and not read:
+        _note_unread(held.work.lease.source)
     of_some = bool(rewards) or any(turn.reward is not None for turn in held.session.turns.values())
     own = checked_reward(reward, needed=read and not of_some)
     of_turns = {str(number): value for number, value in turn_rewards(held, rewards, read, own).items()}
     return {"reward": own, "metrics": checked(metrics), "turn_rewards": of_turns}
+
+
+def _note_unread(source: str) -> None:
+    """Once of each source: agents that play for runs of several kinds say it in all."""
+    if source not in _unread:
+        _unread.add(source)
+        log.warning(
+            "an agent's reward is not read: reward.functions have no `environment`, which stands for it",
+            **({"source": source} if source else {}),
+        )
 
 
 def checked(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -224,7 +224,8 @@ class CustomScorer:
         self._failed.add(task.key)
         if len(self._failed) >= FAILED_IN_A_ROW:
             many = f"{self._key}: {len(self._failed)} groups in a row cannot be scored, the last for {reason}"
-            answer(task, task.wanted[0], ends=BrokenScorerError(many))
+            wrong = isinstance(found, ColumnError)  # which it would be in another process, too
+            answer(task, task.wanted[0], ends=SetupError(many) if wrong else BrokenScorerError(many))
             return False
         for column in task.wanted:
             answer(task, column, unusable=reason)

@@ -7,8 +7,13 @@ from collections.abc import Iterable
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The one of ``known`` that is spelled most like ``name``; None where none is spelled nearly so."""
-    return next(iter(difflib.get_close_matches(name, list(known), 1)), None)
+    """The one of ``known`` that is spelled most like ``name``, or else the only one that goes on from it; None where
+    none is spelled nearly so."""
+    known = list(known)
+    longer = [each for each in known if each.startswith(f"{name}_")]
+    if name and len(longer) == 1:
+        return longer[0]
+    return next(iter(difflib.get_close_matches(name, known, 1)), None)
 
 
 def nearest(name: str, known: Iterable[str], otherwise: str | None = None) -> str:

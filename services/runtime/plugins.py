@@ -31,7 +31,7 @@ class UserCodeError(RuntimeError):
 
 def load_plugin(name: str, key: str) -> Any:
     """What ``module:name`` names. ``key`` is the config's, for errors. Raises `PluginError`."""
-    path, colon, attribute = name.partition(":")
+    path, colon, attribute = name.removeprefix("./").partition(":")
     if not (path and colon and attribute):
         raise PluginError(f"{key}: {name!r} is not of the form module:name, e.g. my_module:my_function")
     for folder in folders():

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import CapturingLogger
 
 from penstock.protocols import wire
 from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentClient
 from penstock.protocols.experience import Group, Trajectory, mean_by_session, sessions_of
 from penstock.protocols.mailbox import DeadlineError
+from penstock.services.gateway import measured
 from penstock.services.gateway.access import WHO, Visitor
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.questions import ONCE
@@ -260,9 +262,13 @@ def test_turns_alone_may_say_how_good_a_session_was(house: House, worth: float) 
 
 @pytest.mark.parametrize(("source", "words"), [("math", "`environment` for the source 'math'"), ("", "`environment`,")])
 def test_where_nobody_reads_them_rewards_of_turns_are_refused(
-    tokenizers: dict[bool, Path], model: Any, source: str, words: str
+    tokenizers: dict[bool, Path], model: Any, source: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor are other rewards wanted of these agents; those of another source say how good their sessions were."""
+    """Nor are other rewards wanted of these agents, which is told once; those of another source say how good their
+    sessions were."""
+    told = CapturingLogger()
+    monkeypatch.setattr(measured, "log", told)
+    monkeypatch.setattr(measured, "_unread", set())
     house = House(tokenizers[True], model, reads="games".__eq__)
 
     async def agent() -> None:
@@ -273,7 +279,10 @@ def test_where_nobody_reads_them_rewards_of_turns_are_refused(
             await house.desk.reward(held.id, 1.0)
         with pytest.raises(AgentError, match=rf"reward\.functions have no {words}"):
             await house.desk.finish(held.id, None, rewards={"0": 1.0})
-        await house.desk.finish(held.id, None)
+        await house.desk.finish(held.id, 3.0)
+        house.desk.start(house.lease(2, source=source))
+        await house.desk.finish((await house.desk.open(1)).id, 3.0)
+        assert [call.kwargs for call in told.calls] == [{"source": source} if source else {}]
         house.desk.start(house.lease(1, source="games"))
         held = await house.desk.open(1)
         await house.desk.chat(held, SAY, None)
@@ -283,7 +292,7 @@ def test_where_nobody_reads_them_rewards_of_turns_are_refused(
         await house.desk.finish(held.id, None)
 
     house.run(agent)
-    assert [float(group(house, number).trajectories[0].rewards.sum()) for number in (0, 1)] == [0.0, 0.5]
+    assert [float(group(house, number).trajectories[0].rewards.sum()) for number in (1, 2)] == [0.5, 0.0]
 
 
 async def two_turns(house: House) -> tuple[str, list[Turn]]:

@@ -234,6 +234,19 @@ def test_what_a_look_refuses_today_may_be_in_a_folder_of_older_code(folder: Path
     assert mended.trainer.algorithm.aggregated == "token-mean" and len(changed) == 2
 
 
+def test_with_an_evaluation_nobody_is_told_to_go_on(folder: Path) -> None:
+    config = load(folder / "config.yaml", ["trainer.steps=0", f"run.folder={folder.parent}", f"run.name={folder.name}"])
+    (folder / "summary.json").write_text(json.dumps({"outcome": "complete", "steps": 0}))
+    summary = complete(folder, config)
+    assert summary and "was to evaluate, and to train nothing" in how_to_go_on(config, summary).replace(
+        "this one", "it"
+    )
+    with pytest.raises(ConfigError, match="is not empty; choose another name"):
+        new_folder(config, folder / "config.yaml")
+    with pytest.raises(ConfigError, match="go on with it: penstock run --resume"):
+        new_folder(load(folder / "config.yaml", [f"run.folder={folder.parent}", f"run.name={folder.name}"]), folder)
+
+
 def test_a_run_whose_prompts_have_ended_goes_on_with_more_of_them(folder: Path) -> None:
     """More steps alone would change nothing."""
     config = load(folder / "config.yaml", ["trainer.steps=100", "prompts.epochs=1", "prompts.eval_every=5"])

@@ -593,6 +593,9 @@ MISTAKES = [
     m("a run that is not there", "--resume: nowhere is not a run's folder", overrides=["--resume", "nowhere"]),
     m("a reward of whole groups that returns one number", "returned float, not a list of numbers", "reward.functions.0",
       overrides=["reward.functions=[{function: 'mine:good', whole_group: true}]"]),
+    m("a reward of whole groups that returns one number in a list", "returned 1 numbers for 2 answers",
+      files={"of_groups.py": "def one(completions, **kwargs): return [1.0]"},
+      overrides=["reward.functions=[{function: 'of_groups:one', whole_group: true, truth_key: null}]"]),
     m("a best checkpoint of a run without evaluations", "trainer.checkpoint.keep_best: nothing is evaluated",
       "prompts.eval_every=50", overrides=["trainer.checkpoint.keep_best=true"]),
     m("a command for checkpoints that is not here", "trainer.checkpoint.then: there is no command 'hf-uplaod' here",
@@ -752,8 +755,8 @@ def test_it_is_told_at_once(tmp_path: Path, name: str, slowness: float) -> None:
 def test_a_dry_run_tells_the_same_and_starts_nothing(tmp_path: Path) -> None:
     lay_out(tmp_path, Mistake("", (), ()))
 
-    def dry(override: str, code: int = 0) -> str:
-        found, said = forked(tmp_path, "run", "config.yaml", "--dry-run", override)
+    def dry(override: str, code: int = 0, *more: str) -> str:
+        found, said = forked(tmp_path, "run", "config.yaml", "--dry-run", override, *more)
         assert found == code, said
         return said
 
@@ -772,7 +775,10 @@ def test_a_dry_run_tells_the_same_and_starts_nothing(tmp_path: Path) -> None:
         "says characters that the tiny model does not know, and reads as <unk>: 'T'; it knows a-z",
     ):
         assert f"rollout.environment: mine:Guess: {words}" in played
-    assert "tried twice" not in played
+    unread = "reward.functions: the rewards of rollout.environment are not read; add {function: environment}"
+    assert "tried twice" not in played and played.count(unread) == 1
+    read = dry("rollout.environment={environment: 'mine:Guess'}", 0, REWARD.format("environment"))
+    assert "are not read" not in read
     assert "# on this machine: trainer.device: cuda" in dry("trainer.device=cuda")
     assert not (tmp_path / "runs").exists()
 

@@ -303,6 +303,32 @@ def test_tools_and_calls_of_rows_that_the_template_leaves_out_are_told(
     assert f"row 0: the chat template of {path} does not tell of {lost}" in said(path, look, prompts={"train": train})
 
 
+@pytest.mark.parametrize(("role", "write"), [("human", "write user"), ("narrator", "write system, user or assistant")])
+def test_words_of_a_role_that_the_template_does_not_know_are_told(
+    policy: Path, tmp_path: Path, role: str, write: str
+) -> None:
+    path = shutil.copytree(policy, tmp_path / "chats")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    known = "{% if m.role in ['system', 'user', 'assistant'] %}{{ m.role }}: {{ m.content }} {% endif %}"
+    tokenizer.chat_template = (
+        f"{{% for m in messages %}}{known}{{% endfor %}}{{% if add_generation_prompt %}}a{{% endif %}}"
+    )
+    tokenizer.save_pretrained(path)
+    rows, train = tmp_path / "rows.jsonl", {"type": "hub", "path": "json", "files": [str(tmp_path / "rows.jsonl")]}
+
+    def look(config: Config, report: Report) -> None:
+        data.look(config, report)
+        models.look(config, report)
+
+    for asked, told in (("user", False), (role, True)):
+        rows.write_text(json.dumps({"prompt": [{"role": "system", "content": "1"}, {"role": asked, "content": "2"}]}))
+        report = Report()
+        model = {"type": "pretrained", "path": str(path), "dtype": "float32"}
+        look(Config.model_validate({"model": model, "prompts": {"train": train}}), report)
+        found = [each for each in report.problems if "does not tell of messages whose role is" in each]
+        assert bool(found) == told and all(f"{role!r}; {write}" in each for each in found)
+
+
 @pytest.mark.parametrize(
     ("template", "given", "told"),
     [(PLAIN, {}, True), (PLAIN, {"chat": False}, False), (PLAIN, {"system": "Think."}, False), (None, {}, False)],

@@ -28,6 +28,7 @@ from penstock.services.reward.service import Reward
 from penstock.services.runtime import checkpoint_folders, custom_scorer
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.custom_scorer import BrokenScorerError, CustomScorer, ScorerConfig
+from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.scorer import Scorer, ScorerActor, ScoringTask
 from penstock.services.user_processes.pool import WorkerPool
 from penstock.services.user_processes.worker import ProgramError
@@ -310,6 +311,19 @@ def test_a_scorer_that_fails_on_one_group_after_the_other_ends_its_process(tmp_p
         said = [score for message in broker.scores for score in message.scores]
     assert sum(bool(score.unusable) for score in said) < 8
     assert not is_own(BrokenScorerError("twice is not the end: whom it asks may be away"))
+
+
+class Wrong:
+    def score_group(self, group: Group, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {"x": np.zeros(1, np.float32)}
+
+
+def test_what_a_scorer_returns_wrong_ends_the_run_and_not_one_process_after_the_other(tmp_path: Path) -> None:
+    with (
+        Broker(_groups(40), "x", last=40) as broker,
+        pytest.raises(SetupError, match="8 groups in a row cannot be scored, .*ColumnError: column x: expected"),
+    ):
+        _scorer(broker, _custom("Wrong"), tmp_path).run()
 
 
 class AtOnce:
