@@ -13,7 +13,10 @@ import pytest
 from tests.e2e.runs import ROOT
 from tests.gpu.machine import Machine
 from tests.trainer.rank_program import a_model
-from tests.trainer.test_shapes import MUON
+from tests.trainer.test_shapes import MUON, NADAM
+
+ASGD = {"type": "custom", "name": "torch.optim:ASGD", "lr": 1e-2}
+"""Its numbers lie on the device, NAdam's on the host."""
 
 SHAPES: list[dict[str, Any]] = [
     {}, {"replicas": 2}, {"tensor_parallel": 2}, {"sequence_parallel": 2}, {"pipeline_parallel": 2},
@@ -21,6 +24,7 @@ SHAPES: list[dict[str, Any]] = [
     {"offload": "optimizer"}, {"offload": "optimizer", "optimizer": MUON},
     {"gradient_checkpointing": "selective"}, {"gradient_checkpointing": True, "offload_activations": True},
     {"reshard_after": "micro_batch"}, {"reshard_after": "update", "tokens_per_mlp": 16}, {"half": "float16"},
+    {"optimizer": NADAM}, {"optimizer": ASGD},
 ]  # fmt: skip
 pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(600)]
 
