@@ -30,9 +30,8 @@ def look(config: Config, report: Report) -> None:
             with report.collect():
                 kept_by(learner.optimizer, f"{name}.optimizer")
         kept = learner.checkpoint
-        if kept.keep_optimizer == "newest" and not (
-            kept.keep_every or kept.keep_best or config.reference.refresh_every
-        ):
+        others = kept.keep_every or kept.keep_best or config.reference.refresh_every
+        if kept.keep_optimizer == "newest" and not others:
             report.notes.append(
                 f"{name}.checkpoint.keep_optimizer=newest: no checkpoint stays beyond the newest {kept.keep}; set "
                 "keep_every or keep_best, or leave it out"

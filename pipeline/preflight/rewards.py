@@ -136,10 +136,8 @@ def _called(
     known = isinstance(row.truth, str | int | float) and not isinstance(row.truth, bool)
     answers = [answer for answer in (as_text(row.truth) if known else None, ANSWER) if answer]
     offered = [_offered(function, table, row, answer) | more_of_prompt(whole) for answer in answers]
-    if (
-        function.whole_group and len(offered) == 1
-    ):  # of a group of one it would not be seen that it gives one number for all
-        offered *= 2
+    if function.whole_group and len(offered) == 1:
+        offered *= 2  # or it would not be seen that it gives one number for all
     calls = [pool.submit(Call(each)) for each in ([together(offered)] if function.whole_group else offered)]
     done = wait(calls, TRIAL_S).done
     if function.whole_group and done:

@@ -86,7 +86,9 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     source = ShardExporter(learner.published, dtype, config.weights.bucket_bytes(world.device.type), world, gmac)
     for batch, recorded in read(folder, learner.version):
         if batch.step != learner.version:
-            raise ConfigError(f"{folder}: step {learner.version} is not in the archive (replay.archive)")
+            nearer = [v for v in there if v > learner.version]
+            alone = f"; checkpoints of {nearer} have the model alone (trainer.checkpoint.keep_optimizer)" * bool(nearer)
+            raise ConfigError(f"{folder}: step {learner.version} is not in the archive (replay.archive){alone}")
         _check_columns(batch, config)
         torch.manual_seed(batch.seed)
         step = open_batch(batch, config.columns, mixture_of(model), vocabulary_of(model))

@@ -7,7 +7,10 @@ from typing import Annotated, Optional
 
 import typer
 
+from penstock.pipeline.config import ConfigError
 from penstock.services.runtime.lines import line_of
+
+OTHERS = (".csv", ".tsv", ".json", ".jsonl", ".txt", ".xlsx")
 
 
 def rollouts(
@@ -26,6 +29,8 @@ def rollouts(
     """
     from penstock.pipeline.tools.rollouts import rollouts as read
 
+    if export is not None and export.suffix in OTHERS:
+        raise ConfigError(f"--export: {export} would be a parquet file; call it {export.with_suffix('.parquet')}")
     if export is not None:
         from penstock.pipeline.tools.export import export as write
 

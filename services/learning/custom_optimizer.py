@@ -54,9 +54,8 @@ class Kept:
         for what, value in state.items():
             if what == beside or value is None:
                 continue
-            fits = what in (*self.shaped, *self.numbers) and _like(
-                value, parameter.shape if what in self.shaped else ()
-            )
+            shape = parameter.shape if what in self.shaped else ()
+            fits = what in (*self.shaped, *self.numbers) and _like(value, shape)
             if not fits and not (what in self.plain and isinstance(value, self.plain[what])):
                 had = f"{what!r} of {name}, {_described(value)}"
                 raise SetupError(f"{self.who} keeps {had}, as it did not in its trial, and no checkpoint would have it")

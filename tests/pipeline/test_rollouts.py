@@ -208,3 +208,9 @@ def test_what_the_archive_has_not_is_told(tmp_path: Path) -> None:
     run(tmp_path, CONFIG, [a_group(0, rewards())])
     done = CliRunner().invoke(app, ["replay", str(tmp_path), "--step", "3"])
     assert "--step: 3 is not in the archive; it has steps 0 to 0" in str(done.exception)
+
+
+def test_a_file_that_is_called_something_else_is_not_written(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["rollouts", str(tmp_path), "--export", str(tmp_path / "out.csv")])
+    assert isinstance(done.exception, ConfigError) and "out.parquet" in str(done.exception)
+    assert not (tmp_path / "out.csv").exists()
