@@ -321,21 +321,12 @@ class SelfDistillationAdvantage(Choice):
         return {"bound": self.bound, "group_share": self.group_share}
 
 
-class OnlineDpoAdvantage(Choice):
-    """Online DPO: the best answer of each group is preferred to the worst, beside the reference. With `loss: reinforce`
-    its gradient is that of DPO's loss on these pairs, as the policy is when the step begins. Starts a reference; takes
-    a forward pass more."""
+class BesideReference(Choice):
+    """Of those that compare a group's whole answers by how likely they are beside the reference."""
 
-    implementation = "advantages.online_dpo:online_dpo"
-    paper = "Guo et al. 2024, arXiv:2402.04792; Rafailov et al. 2023, arXiv:2305.18290; IPO: arXiv:2310.12036"
     least_n = 2
     by_token = True
     given = (POLICY, SCORES, SESSIONS)
-    type: Literal["online_dpo"] = "online_dpo"
-    beta: float = Field(0.1, gt=0)
-    """β: the larger, the nearer to the reference, e.g. ``0.5``."""
-    shape: Literal["sigmoid", "ipo"] = "sigmoid"
-    """The loss of a pair: DPO's ``sigmoid``, or the square of ``ipo``, which does not go on pulling at what is sure."""
 
     @property
     def columns(self) -> list[str]:
@@ -343,7 +334,21 @@ class OnlineDpoAdvantage(Choice):
         return [REFERENCE]
 
 
-class GvpoAdvantage(Choice):
+class OnlineDpoAdvantage(BesideReference):
+    """Online DPO: the best answer of each group is preferred to the worst, beside the reference. With `loss: reinforce`
+    its gradient is that of DPO's loss on these pairs, as the policy is when the step begins. Starts a reference; takes
+    a forward pass more."""
+
+    implementation = "advantages.online_dpo:online_dpo"
+    paper = "Guo et al. 2024, arXiv:2402.04792; Rafailov et al. 2023, arXiv:2305.18290; IPO: arXiv:2310.12036"
+    type: Literal["online_dpo"] = "online_dpo"
+    beta: float = Field(0.1, gt=0)
+    """β: the larger, the nearer to the reference, e.g. ``0.5``."""
+    shape: Literal["sigmoid", "ipo"] = "sigmoid"
+    """The loss of a pair: DPO's ``sigmoid``, or the square of ``ipo``, which does not go on pulling at what is sure."""
+
+
+class GvpoAdvantage(BesideReference):
     """GVPO, TBA: an answer is to be as much likelier than the others of its group, beside the reference, as its reward
     is higher. With `loss: reinforce` its gradient is that of their squared difference, as the policy is when the step
     begins, whoever sampled. Starts a reference; takes a forward pass more."""
@@ -351,9 +356,6 @@ class GvpoAdvantage(Choice):
     implementation = "advantages.gvpo:gvpo"
     equal_teach = True
     paper = "Zhang et al. 2025, arXiv:2504.19599; Bartoldson et al. 2025, arXiv:2503.18929; FlowRL: arXiv:2509.15207"
-    least_n = 2
-    by_token = True
-    given = (POLICY, SCORES, SESSIONS)
     type: Literal["gvpo"] = "gvpo"
     beta: float = Field(0.1, gt=0)
     """β: a reward higher by 1 is to make an answer exp(1/β) times as likely beside the reference, e.g. ``0.05``; the
@@ -361,11 +363,6 @@ class GvpoAdvantage(Choice):
     per_token: bool = False
     """Means over an answer's tokens are compared, and not their sums, e.g. ``true``, as FlowRL does it, for long
     answers; with `aggregation: seq-mean-token-mean`."""
-
-    @property
-    def columns(self) -> list[str]:
-        """The reference's log-probabilities."""
-        return [REFERENCE]
 
 
 class NoAdvantage(Choice):

@@ -42,6 +42,14 @@ def by_session(
     return found[among.member, :1] * mask
 
 
+def beside(
+    reference: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor, branches: Groups, dtype: torch.dtype
+) -> torch.Tensor:
+    """``[sessions]``: how much likelier the policy finds all that a session has sampled than the reference does, by
+    their log-probabilities ``[rows, length]``, computed in ``dtype``."""
+    return branches.sum(((policy - reference).to(dtype) * mask).sum(-1))
+
+
 def of_sessions(
     sessions: torch.Tensor, groups: torch.Tensor, scores: torch.Tensor
 ) -> tuple[Groups, torch.Tensor, torch.Tensor]:

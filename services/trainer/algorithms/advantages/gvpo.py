@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.services.trainer.algorithms.advantages.branches import of_sessions
+from penstock.services.trainer.algorithms.advantages.branches import beside, of_sessions
 from penstock.services.trainer.algorithms.advantages.group_stats import Groups
 
 
@@ -31,7 +31,7 @@ def gvpo(
     A = (R − R̄) − β (h − h̄). ``sessions`` ``[rows]``: branches of one session, which are one answer. ``tokens`` has no
     part in it."""
     branches, of_session, whole = of_sessions(sessions, groups, scores.to(tokens.dtype))
-    far = branches.sum(((policy - reference).to(tokens.dtype) * mask).sum(-1))
+    far = beside(reference, policy, mask, branches, tokens.dtype)
     if per_token:
         far = far / branches.sum(mask.to(tokens.dtype).sum(-1)).clamp(min=1)
     among = Groups.of(of_session, whole.dtype)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from penstock.services.trainer.algorithms.advantages.branches import of_sessions
+from penstock.services.trainer.algorithms.advantages.branches import beside, of_sessions
 
 
 def online_dpo(
@@ -32,7 +32,7 @@ def online_dpo(
     is times the group's answers, so that a mean over all answers is the mean over groups. 0 where all are equally
     good. ``sessions`` ``[rows]``: branches of one session, which are one answer. ``tokens`` has no part in it."""
     branches, of_session, whole = of_sessions(sessions, groups, scores.to(tokens.dtype))
-    margins = branches.sum(((policy - reference).to(tokens.dtype) * mask).sum(-1))
+    margins = beside(reference, policy, mask, branches, tokens.dtype)
     worth = torch.zeros_like(whole)
     for number in torch.unique(groups):
         mine = torch.nonzero(of_session == number)[:, 0]
