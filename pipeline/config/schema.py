@@ -282,7 +282,7 @@ class Config(Section):
             )
         if self.gateway.count:
             check_gateway(self)
-        elif not self.rollout.all_environments and any(f.function == ENVIRONMENT for f in self.reward.functions):
+        elif not self.rollout.all_environments and self.reward.reads_environment:
             raise ValueError(
                 "reward.functions: environment stands for what an environment or an agent gave, and there is none; set "
                 "rollout.environment or gateway.count, or take another function"

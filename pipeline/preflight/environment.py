@@ -20,7 +20,6 @@ from penstock.services.environments.begun import begun_with
 from penstock.services.environments.config import EnvironmentConfig, key_of
 from penstock.services.environments.past import Answered
 from penstock.services.environments.pool import EnvironmentPool
-from penstock.services.reward.config import ENVIRONMENT
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install
 
@@ -90,7 +89,7 @@ def _play(
         elif "reward" in found and AGAIN not in name:
             then = "ended the task" if found["done"] else f"went on: {_as_read(found['observation'], report)!r}"
             report.lines.append(f"{words}: {name}, on row {row.index}, gave a reward of {found['reward']:g} and {then}")
-            if found["reward"] and all(each.function != ENVIRONMENT for each in config.reward.functions):
+            if found["reward"] and not config.reward.reads_environment:
                 unread.add(
                     f"reward.functions: the rewards of {key} are not read; add {{function: environment}} where they "
                     "are to count"

@@ -9,7 +9,6 @@ from penstock.pipeline.preflight import call_parsers, told_tools
 from penstock.pipeline.preflight.report import Report
 from penstock.protocols.mailbox import AddressError
 from penstock.services.gateway import ports
-from penstock.services.reward.config import ENVIRONMENT
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install
 
@@ -21,7 +20,7 @@ def look(config: Config, report: Report) -> None:
     gateway = config.gateway
     if not gateway.count:
         return
-    if all(each.function != ENVIRONMENT for each in config.reward.functions):
+    if not config.reward.reads_environment:
         report.notes.append(
             "reward.functions: what agents say that their sessions were worth (finish(reward=…)) is not read; add "
             "{function: environment} where it is to count"

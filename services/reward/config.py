@@ -169,6 +169,11 @@ class RewardConfig(Section):
     trainer, rollouts and critic, dealt out to `count` processes, at most 32; else e.g. ``4``. An async function has one
     process, whatever this is."""
 
+    @property
+    def reads_environment(self) -> bool:
+        """What environments or agents say counts, or is watched."""
+        return any(each.function == ENVIRONMENT for each in self.functions)
+
     @model_validator(mode="after")
     def _named_apart(self) -> RewardConfig:
         columns = [column for function in self.functions for column in function.terms]
