@@ -132,7 +132,7 @@ class ServedTeacher:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if len(stated) != len(tokens):
             raise ValueError(f"{len(stated)} for {len(tokens)} tokens")
-        places = np.flatnonzero(trajectory.loss_mask == 1)
+        places = np.flatnonzero(trajectory.loss_mask == 1).tolist()
         logs = np.zeros(len(tokens), np.float32)
         ids, tops = np.zeros((len(places), self._k), np.int32), np.zeros((len(places), self._k + 1), np.float64)
         for row, place in enumerate(places):
