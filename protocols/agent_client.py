@@ -114,10 +114,13 @@ class _Asked:
         self.ended = True
         self._line.sessions.discard(self.id)
 
-    def _chat(self, messages: Any, tools: Any, max_tokens: int | None, stop: Sequence[str]) -> m.AgentChat:
+    def _chat(
+        self, messages: Any, tools: Any, max_tokens: int | None, stop: Sequence[str], template: Mapping[str, Any] | None
+    ) -> m.AgentChat:
         return m.AgentChat(
             session=self.id, request=self._line.request(), messages=[_sent(message) for message in messages],
             tools=None if tools is None else [dict(tool) for tool in tools], max_tokens=max_tokens, stop=list(stop),
+            chat_template_kwargs=dict(template or {}),
         )  # fmt: skip
 
     def _generate(self, tokens: Sequence[int] | np.ndarray, max_tokens: int | None) -> m.AgentGenerate:
@@ -167,9 +170,12 @@ class AgentSession(_Asked):
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Reply:
-        """The policy's answer to a conversation. Raises `AgentRefusedError` or `DeadlineError`."""
-        asked = self._chat(messages, tools, max_tokens, stop)
+        """The policy's answer to a conversation; ``chat_template_kwargs``: what the chat template is told beside the
+        messages, e.g. ``{"enable_thinking": False}``, over what the run and the task say. Raises `AgentRefusedError`
+        or `DeadlineError`."""
+        asked = self._chat(messages, tools, max_tokens, stop, chat_template_kwargs)
         return self._answered(self._line.say(asked, self._turn_s))
 
     def generate(self, tokens: Sequence[int] | np.ndarray, max_tokens: int | None = None) -> Reply:
@@ -270,9 +276,10 @@ class AsyncAgentSession(_Asked):
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Reply:
         """See `AgentSession.chat`."""
-        asked = self._chat(messages, tools, max_tokens, stop)
+        asked = self._chat(messages, tools, max_tokens, stop, chat_template_kwargs)
         return self._answered(await self._line.say_async(asked, self._turn_s))
 
     async def generate(self, tokens: Sequence[int] | np.ndarray, max_tokens: int | None = None) -> Reply:

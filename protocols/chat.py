@@ -1,4 +1,5 @@
-"""Messages of a chat and tools of one in the form that chat templates read, however a data set has written them."""
+"""Messages of a chat, and what is told beside them, in the form that chat templates read, however a data set has
+written them."""
 
 from __future__ import annotations
 
@@ -84,6 +85,47 @@ def as_tools(found: Any) -> list[dict[str, Any]] | None:
     if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
         raise ValueError(f"tools are no list of maps (JSON schemas of functions): {str(found)[:80]}")
     return [dict(tool) for tool in found]
+
+
+RENDERING = {
+    "chat_template",
+    "messages",
+    "conversation",
+    "tools",
+    "documents",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_dict",
+    "return_tensors",
+    "return_assistant_tokens_mask",
+    "padding",
+    "truncation",
+    "max_length",
+    "tokenizer_kwargs",
+}
+"""What a chat template is told by whoever renders it, or how its tokens are made."""
+
+
+def as_template_kwargs(found: Any) -> dict[str, Any]:
+    """What a chat template is told beside messages and tools: a map, or JSON of one; what is null in it is as if it
+    were not there. Raises `ValueError` for anything else."""
+    if isinstance(found, str):
+        try:
+            found = json.loads(found) if found.strip() else None
+        except (ValueError, RecursionError):
+            raise ValueError(f"chat_template_kwargs are no JSON: {found[:80]}") from None
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise ValueError(f'chat_template_kwargs are no map, as {{"enable_thinking": false}} is: {str(found)[:80]}')
+    if odd := sorted(RENDERING & found.keys()):
+        raise ValueError(f"chat_template_kwargs.{odd[0]} is not for a prompt to say; leave it out")
+    try:
+        json.dumps(found, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"chat_template_kwargs cannot be written as JSON: {error}") from None
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def said(message: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator, mode
 from pydantic_core import core_schema
 
 from penstock.protocols import routing as routes
-from penstock.protocols.chat import as_chat, as_tools, said
+from penstock.protocols.chat import as_chat, as_template_kwargs, as_tools, said
 from penstock.protocols.routing import no_routing
 
 Finish = Literal["stop", "length"]
@@ -104,6 +104,8 @@ class Prompt(BaseModel):
     template. Kept as `chat.as_chat` has them."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the functions that the template tells of; an environment's own take their place. None: none."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """What the template is told beside the messages, over what the run's config has it told."""
     truth: Any = None
     """Whatever the reward function compares with: text, numbers, lists and maps of them."""
     source: str = ""
@@ -124,6 +126,11 @@ class Prompt(BaseModel):
     @classmethod
     def _as_tools(cls, value: Any) -> Any:
         return as_tools(value)
+
+    @field_validator("chat_template_kwargs", mode="before")
+    @classmethod
+    def _as_template_kwargs(cls, value: Any) -> Any:
+        return as_template_kwargs(value)
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Prompt:

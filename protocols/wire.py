@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-PROTOCOL = 34
+PROTOCOL = 35
 """Version of the wire format. Peers that differ refuse each other by name."""
 
 INLINE_BYTES = 16 * 1024

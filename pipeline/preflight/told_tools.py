@@ -28,6 +28,11 @@ def look_at_tiny(rows: Sequence[Prompt], report: Report) -> None:
             f"prompts.train: row {found.index} has tools, or calls of them, which a chat template tells of, and a tiny "
             "model has none; take a pretrained model, or leave tools_key out and write calls into the contents"
         )
+    if found := next((prompt for prompt in rows if prompt.chat_template_kwargs), None):
+        report.problems.append(
+            f"prompts.train: row {found.index} has chat_template_kwargs, which a chat template is told, and a tiny "
+            "model has none; take a pretrained model, or leave them out"
+        )
 
 
 def look_at_rows(path: str, tokenizer: Tokenizer, rows: Sequence[Prompt], report: Report) -> None:

@@ -68,8 +68,10 @@ def resumed(folder: Path, file: Path | None, overrides: list[str] | None) -> tup
     config, _ = counted(config, None if asked_now else began, done)
     check_fixed(began, config)
     check_left(folder, config)
+    given = [key_of(override) for override in overrides or []]
+    kept += [f"kept: {key}: a run goes on where it lies, in {folder}" for key in NOWHERE if key in given]
     if by_file and (line := _not_taken(origin, folder, config, *by_file)):
-        kept = [line]
+        kept.append(line)
     return config, origin, [*(f"changed: {change}" for change in changes(began, config)), *kept]
 
 

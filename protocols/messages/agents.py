@@ -156,6 +156,8 @@ class AgentChat(Message):
     """The same where it is asked again."""
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    """What the chat template is told beside them, over what the run and the task say."""
     max_tokens: int | None = None
     stop: list[str] = []
 

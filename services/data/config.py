@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from penstock.protocols.chat import as_template_kwargs
 from penstock.services.data.template import a_template
 from penstock.services.runtime.settings import Section
 
@@ -69,8 +70,14 @@ class HubData(Section):
     """Column of the functions that the prompt tells of by the chat template, e.g. ``tools``: a list of JSON schemas, as
     OpenAI has them, or text that is JSON of one. For conversations with calls of tools, and for prompts whose answers
     are to call some; an environment's own take their place. null: none."""
+    chat_template_kwargs_key: str | None = None
+    """Column of what the chat template is told beside the row's messages, over `chat_template_kwargs`, e.g.
+    ``chat_template_kwargs``: a map, or text that is JSON of one, as ``{"enable_thinking": false}``. null: none."""
     chat: bool = True
     """Render a text prompt as one user message through the tokenizer's chat template, where it has one."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """What the chat template is told beside the messages of each row, over `model.chat_template_kwargs`, e.g.
+    ``{enable_thinking: false}`` for a source whose questions need no thoughts of Qwen 3's."""
     system: str | None = None
     """System message before each prompt, e.g. ``Think step by step.``; null: none."""
     template: str | None = None
@@ -80,6 +87,7 @@ class HubData(Section):
     """Use so many rows from the start, e.g. ``1000``; null: all."""
 
     _around = field_validator("template")(a_template)
+    _told = field_validator("chat_template_kwargs")(as_template_kwargs)
 
     @model_validator(mode="after")
     def _some_size_is_left(self) -> HubData:
@@ -108,6 +116,11 @@ class ReasoningGymData(Section):
     """System message before each question, e.g. ``Think step by step.``; null: none."""
     suffix: str = ""
     """Text that is put behind each question, e.g. ``" Answer with a number."``; empty: none."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """What the chat template is told beside each question, over `model.chat_template_kwargs`, e.g.
+    ``{enable_thinking: false}`` for Qwen 3's."""
+
+    _told = field_validator("chat_template_kwargs")(as_template_kwargs)
 
 
 class CustomData(Section):
@@ -121,10 +134,14 @@ class CustomData(Section):
     template: str | None = None
     """What stands around each prompt, of a chat around the user's last message, e.g.
     ``"{prompt} Answer with a number alone."``; only ``{prompt}`` is replaced. null: nothing."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """What the chat template is told beside the messages of each prompt, where that does not say it itself
+    (``Prompt.chat_template_kwargs``), over `model.chat_template_kwargs`, e.g. ``{enable_thinking: false}``."""
     pictures: bool = False
     """Its prompts show pictures (``Prompt.pictures``), e.g. ``true``: engines must know before the first comes."""
 
     _around = field_validator("template")(a_template)
+    _told = field_validator("chat_template_kwargs")(as_template_kwargs)
 
 
 class NumbersData(Section):

@@ -9,7 +9,7 @@ from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError
 from penstock.services.data.config import CustomData
 from penstock.services.data.source import PromptSource
-from penstock.services.data.template import with_template
+from penstock.services.data.template import telling, with_template
 from penstock.services.runtime.plugins import describe, load_plugin
 
 EXAMPLE = 'penstock.Prompt(index=0, text="2+2=", truth="4")'
@@ -20,7 +20,8 @@ class CustomSource(PromptSource):
     row's alone."""
 
     def __init__(self, config: CustomData, key: str) -> None:
-        self._name, self._key, self._template = config.function, f"{key}.function", config.template
+        self._name, self._key = config.function, f"{key}.function"
+        self._template, self._told = config.template, config.chat_template_kwargs
         made = load_plugin(config.function, self._key)
         try:
             rows: Any = made(**config.options)
@@ -52,4 +53,4 @@ class CustomSource(PromptSource):
                 f"row {index}: {self._key}: {self._name} gave a {type(row).__name__}, not a penstock.Prompt; "
                 f"e.g. {EXAMPLE}"
             )
-        return with_template(row, self._template)
+        return telling(with_template(row, self._template), self._told)

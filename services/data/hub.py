@@ -18,12 +18,14 @@ from penstock.services.data.csv_rows import CsvRows
 from penstock.services.data.json_rows import JsonRows, kind_of, words_of
 from penstock.services.data.pictures import fitted, marked, marked_chat, picture_columns, read_pictures, undecoded
 from penstock.services.data.source import PromptSource
-from penstock.services.data.template import with_template
+from penstock.services.data.template import telling, with_template
 from penstock.services.runtime.hub_names import named
 from penstock.services.runtime.user_folders import find_files, folders
 
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 """Of local files, by the ending of their names."""
+OTHERS = ("source_key", "answer_key", "images_key", "tools_key", "chat_template_kwargs_key")
+"""What names a column, beside the prompt's and the truth's."""
 
 
 class HubSource(PromptSource):
@@ -40,7 +42,7 @@ class HubSource(PromptSource):
         places = _places(config.split, len(rows), key) if config.files else range(len(rows))
         if not places:
             raise DataError(f"{key}.split: {config.split!r} has none of the {len(rows)} rows of {_what(config)}")
-        for option in ("prompt_key", "truth_key", "source_key", "answer_key", "images_key", "tools_key"):
+        for option in ("prompt_key", "truth_key", *OTHERS):
             column = getattr(config, option)
             if column and column not in rows.column_names and not (option == "truth_key" and _part_of(column, rows)):
                 there = ", ".join(rows.column_names)
@@ -52,7 +54,7 @@ class HubSource(PromptSource):
             self._unshown = [name for name in picture_columns(rows) if name != config.images_key]
             if config.truth_key:  # what else there is, pictures say, need not be decoded
                 truth = self._truth_in or config.truth_key
-                others = (config.source_key, config.answer_key, config.images_key, config.tools_key)
+                others = (getattr(config, option) for option in OTHERS)
                 rows = rows.select_columns(list(dict.fromkeys(filter(None, (config.prompt_key, truth, *others)))))
             _check_dates(rows, config, key)
             if config.images_key:
@@ -86,12 +88,15 @@ class HubSource(PromptSource):
         where, sizes = f"row {index}: {self._config.images_key}", (self._config.min_pixels, self._config.max_pixels)
         pictures = fitted(read_pictures(images, self._beside, where), *sizes, where)
         tools = self._chat(row[self._config.tools_key]) if self._config.tools_key else None
-        prompt = make_prompt(index, content, truth, self._config.chat, self._config.system, answer, pictures, tools)
+        own = row[self._config.chat_template_kwargs_key] if self._config.chat_template_kwargs_key else None
+        prompt = make_prompt(
+            index, content, truth, self._config.chat, self._config.system, answer, pictures, tools, own
+        )  # fmt: skip
         if self._config.source_key:
             prompt = prompt.model_copy(update={"source": _named(index, self._config.source_key, row)})
         if self._config.images_key:
             not_blind(prompt, f"{self._config.images_key!r} has no picture")
-        return with_template(prompt, self._config.template)
+        return telling(with_template(prompt, self._config.template), self._config.chat_template_kwargs)
 
     def _chat(self, found: Any) -> Any:
         """Of messages or tools, what the row has said: a table has in each map every key that any row has, and null."""
@@ -129,25 +134,27 @@ def not_blind(prompt: Prompt, lacks: str) -> Prompt:
 
 def make_prompt(
     index: int, content: Any, truth: Any, chat: bool, system: str | None, answer: Any = None,
-    pictures: tuple[bytes, ...] = (), tools: Any = None,
+    pictures: tuple[bytes, ...] = (), tools: Any = None, told: Any = None,
 ) -> Prompt:  # fmt: skip
     """A prompt from text or from a list of chat messages, and so its own ``answer``, where it has one; which shows
-    ``pictures``, before its words where these do not say where, and tells of ``tools``, a list or JSON of one. Raises
-    `DataError` for anything else."""
+    ``pictures``, before its words where these do not say where, and tells of ``tools``, a list or JSON of one;
+    ``told``: what the chat template is told beside them, a map or JSON of one. Raises `DataError` for anything
+    else."""
     if answer is not None and not isinstance(answer, str | list):
         raise DataError(f"row {index}: the answer is neither text nor a list of messages: {str(answer)[:80]!r}")
+    own = {"truth": truth, "pictures": pictures, "tools": tools, "chat_template_kwargs": told}
     if isinstance(content, str):
         if not content:
             raise DataError(f"row {index}: the prompt is empty")
         if not chat and not system:
-            return _prompt(index, answer, text=marked(content, pictures), truth=truth, pictures=pictures, tools=tools)
+            return _prompt(index, answer, text=marked(content, pictures), **own)
         content = [{"role": "user", "content": content}]
     if not isinstance(content, list) or not content:
         raise DataError(f"row {index}: the prompt is neither text nor a list of messages: {str(content)[:80]!r}")
     if pictures:
         content = marked_chat(content, pictures)
     messages = [{"role": "system", "content": system}, *content] if system else content
-    prompt = _prompt(index, answer, messages=messages, truth=truth, pictures=pictures, tools=tools)
+    prompt = _prompt(index, answer, messages=messages, **own)
     if content[-1]["role"] == "assistant" and answer is None:
         raise DataError(
             f"row {index}: the conversation ends with the assistant's words, which the policy would be shown; name its "

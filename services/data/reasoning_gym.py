@@ -9,6 +9,7 @@ from penstock.services.data import DataError, need
 from penstock.services.data.config import ReasoningGymData
 from penstock.services.data.hub import make_prompt
 from penstock.services.data.source import PromptSource
+from penstock.services.data.template import telling
 
 HELD_OUT = 1 << 30
 """Added to the seed of an evaluation's tasks: a task follows from the sum of seed and row, so that seeds which lie
@@ -38,7 +39,8 @@ class ReasoningGymSource(PromptSource):
         entry = json.loads(json.dumps(self._tasks[index], default=str))
         question = entry["question"] + self._config.suffix
         truth = {"task": self._config.task, "entry": entry}
-        return make_prompt(index, question, truth, self._config.chat, self._config.system)
+        asked = make_prompt(index, question, truth, self._config.chat, self._config.system)
+        return telling(asked, self._config.chat_template_kwargs)
 
     def score(self, answer: str, prompt: Prompt) -> float:
         """The task set's own score of an answer to one of its prompts."""

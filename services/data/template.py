@@ -1,6 +1,9 @@
-"""What stands around every question of a source."""
+"""What stands around every question of a source, in its words and in what the chat template is told."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from penstock.protocols.experience import PICTURE, Prompt
 
@@ -44,3 +47,15 @@ def with_template(prompt: Prompt, template: str | None) -> Prompt:
     last = messages[places[-1]]
     messages[places[-1]] = {**last, "content": template.replace(PLACE, last["content"])}
     return prompt.model_copy(update={"messages": messages})
+
+
+def telling(prompt: Prompt, template: Mapping[str, Any]) -> Prompt:
+    """``prompt``, which has the chat template told ``template`` too, where it does not say otherwise itself.
+
+    >>> asked = Prompt(index=0, messages=[{"role": "user", "content": "2+2"}], chat_template_kwargs={"level": "high"})
+    >>> telling(asked, {"level": "low", "enable_thinking": False}).chat_template_kwargs
+    {'level': 'high', 'enable_thinking': False}
+    """
+    if not template:
+        return prompt
+    return prompt.model_copy(update={"chat_template_kwargs": {**template, **prompt.chat_template_kwargs}})

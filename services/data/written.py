@@ -16,22 +16,23 @@ from penstock.services.data.hub import make_prompt, not_blind, without_nulls
 from penstock.services.data.pictures import read_pictures
 from penstock.services.data.source import PromptSource
 
-READ = ("prompt", "truth", "answer", "images", "image", "tools")
+TOLD = "chat_template_kwargs"
+READ = ("prompt", "truth", "answer", "images", "image", "tools", TOLD)
 """Columns of a row."""
 
 
 def line(row: Mapping[str, Any] | Prompt, table: bool = False) -> str:
     """A prompt as it is, or a row with ``prompt`` (text of a user, or messages) and perhaps ``truth``, ``answer``,
-    ``tools`` and ``images`` (or ``image``), as JSON; NaN, a gap in a table, is none. Of a ``table``, a
-    `datasets.Dataset` or polars' own, nulls that it has put into messages and tools are left out. Raises `KeyError`
-    where it has no prompt, `TypeError` for what JSON has not and for columns that nobody reads beside a missing truth,
-    and `DataError` for images that are none."""
+    ``tools``, ``chat_template_kwargs`` and ``images`` (or ``image``), as JSON; NaN, a gap in a table, is none. Of a
+    ``table``, a `datasets.Dataset` or polars' own, nulls that it has put into messages and tools are left out. Raises
+    `KeyError` where it has no prompt, `TypeError` for what JSON has not and for columns that nobody reads beside a
+    missing truth, and `DataError` for images that are none."""
     if isinstance(row, Prompt):
         return json.dumps({**row.model_dump(), "pictures": _as_text(row.pictures)}) + "\n"
     row = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()}
     if table:
         row |= {name: without_nulls(row[name]) for name in ("prompt", "answer", "tools") if name in row}
-    own = {name: row[name] for name in ("answer", "tools") if row.get(name) is not None}
+    own = {name: row[name] for name in ("answer", "tools", TOLD) if row.get(name) is not None}
     images = row.get("images", row.get("image"))
     if images is not None:
         own["images"] = _as_text(read_pictures(images, [], "images"))
@@ -79,7 +80,7 @@ class Written(PromptSource):
         row = json.loads(self._lines[index])
         if "prompt" in row:
             pictures = _as_files(row.get("images", ()))
-            answer, tools = row.get("answer"), row.get("tools")
-            prompt = make_prompt(index, row["prompt"], row["truth"], True, None, answer, pictures, tools)
+            answer, tools, told = row.get("answer"), row.get("tools"), row.get(TOLD)
+            prompt = make_prompt(index, row["prompt"], row["truth"], True, None, answer, pictures, tools, told)
             return not_blind(prompt, "it has no images")
         return Prompt.model_validate({**row, "pictures": _as_files(row.get("pictures", ()))})

@@ -18,7 +18,8 @@ def begun_with(task: Prompt, found: Mapping[str, Any]) -> Prompt:
         before = [message for message in task.messages if message["role"] == "system"]
         said = [*before, {"role": "user", "content": said}]
     form = {"text": said} if isinstance(said, str) else {"messages": said}
-    prompt = Prompt(index=task.index, truth=task.truth, tools=task.tools, **form)
+    told = {"tools": task.tools, "chat_template_kwargs": task.chat_template_kwargs}
+    prompt = Prompt(index=task.index, truth=task.truth, **told, **form)
     shown = tuple(found["pictures"]) or task.pictures
     if not shown or not prompt.marks:
         return prompt

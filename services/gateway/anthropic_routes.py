@@ -23,7 +23,7 @@ def anthropic_routes(desk: Desk, model: str) -> APIRouter:
     ) -> JSONResponse | StreamingResponse:
         """Messages."""
         held, form = await desk.find(session), await desk.forms.read(asked.form)
-        about = asked.said(), asked.functions(), asked.max_tokens, asked.stop_sequences or (), asked.calls
+        about = asked.talk, asked.max_tokens, asked.stop_sequences or (), asked.calls
         return await answered(
             request,
             again,
@@ -38,6 +38,6 @@ def anthropic_routes(desk: Desk, model: str) -> APIRouter:
         """How many tokens a conversation begins with."""
         held = await desk.find(session)
         WHO.get().take_turn()  # it takes the gateway as long
-        return {"input_tokens": desk.count(held, asked.said(), asked.functions())}
+        return {"input_tokens": desk.count(held, asked.talk)}
 
     return routes

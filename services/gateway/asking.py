@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from penstock.protocols.chat import as_template_kwargs
 from penstock.protocols.messages.base import MOST_WRONG
 from penstock.services.gateway.pictures import IMAGES, read_part
 
@@ -85,6 +86,10 @@ MOST_STOPS = 16
 Stop = Annotated[str, Field(min_length=1)]
 Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)]
 """Texts that end an answer. An empty one would end it before it begins."""
+
+
+TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(as_template_kwargs)]
+"""What the chat template is told of this request, over what the run and the task say; null: nothing."""
 
 
 class Function(BaseModel):

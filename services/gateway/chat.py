@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from penstock.services.gateway.asking import Listed, Never, Several, Told, Tool, plain
+from penstock.services.gateway.asking import Listed, Never, Several, TemplateKwargs, Told, Tool, plain
+from penstock.services.gateway.conversation import Conversation
 from penstock.services.gateway.formats import Form, Wanted
 from penstock.services.gateway.replies import THOUGHTS, Replies
 from penstock.services.gateway.session import Turn
@@ -32,7 +33,7 @@ class ChatRequest(Several):
     modalities: list[str] | None = None
     audio: Never = None
     web_search_options: Never = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateKwargs = {}
 
     @field_validator("modalities")
     @classmethod
@@ -40,15 +41,6 @@ class ChatRequest(Several):
         if set(kinds or ()) - {"text"}:
             raise ValueError("the policy answers in text; leave the others out")
         return kinds
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _the_runs(cls, told: dict[str, Any] | None) -> dict[str, Any] | None:
-        if told:
-            raise ValueError(
-                "what the chat template is told is the run's: model.chat_template_kwargs in its config; leave it out"
-            )
-        return told
 
     @property
     def calls(self) -> bool:
@@ -60,18 +52,16 @@ class ChatRequest(Several):
         """Tokens of an answer."""
         return self.max_completion_tokens or self.max_tokens
 
-    def said(self) -> list[dict[str, Any]]:
-        """The messages."""
-        return plain(self.messages)
-
     @property
     def form(self) -> Wanted:
         """That an answer is to have."""
         return "response_format", self.response_format
 
-    def functions(self) -> list[dict[str, Any]] | None:
-        """The tools, as chat templates want them."""
-        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()] or None
+    @property
+    def talk(self) -> Conversation:
+        """As chat templates want it."""
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()] or None
+        return Conversation(plain(self.messages), tools, self.chat_template_kwargs)
 
 
 def completion(

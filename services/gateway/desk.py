@@ -23,15 +23,16 @@ from penstock.protocols.messages import Lease, Message
 from penstock.services.data.picture_files import MOST_OF_GROUP
 from penstock.services.gateway.access import WHO, Visitor
 from penstock.services.gateway.config import GatewayConfig
+from penstock.services.gateway.conversation import NOTHING, Conversation, Telling
 from penstock.services.gateway.errors import LEAVING, LOST, AgentError
 from penstock.services.gateway.formats import Forms
 from penstock.services.gateway.fruitless import PEER, Fruitless
 from penstock.services.gateway.measured import said_at_the_end, turn_rewards
-from penstock.services.gateway.policy import Policy, told
+from penstock.services.gateway.policy import Policy, Spliced
 from penstock.services.gateway.questions import ONCE, Ask, Asking, EndedError
 from penstock.services.gateway.records import Records, at_the_end, restore, session_id
 from penstock.services.gateway.replies import Replies
-from penstock.services.gateway.session import Session, Turn
+from penstock.services.gateway.session import Said, Session, Turn
 from penstock.services.gateway.silence import Silence
 from penstock.services.gateway.turn_names import TurnName, turn_called
 from penstock.services.gateway.turn_times import TurnTimes
@@ -207,35 +208,34 @@ class Desk:
     async def chat(
         self,
         held: Held,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
+        conversation: Conversation,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         asked: Asking = ONCE,
     ) -> Turn:
         """The policy's answer to a conversation. Raises `AgentError`."""
-        return await self.chats(held, messages, tools, max_tokens, stop)(asked)
+        return await self.chats(held, conversation, max_tokens, stop)(asked)
 
     def chats(
         self,
         held: Held,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
+        conversation: Conversation,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         calls: bool = True,
     ) -> Ask:
         """As `chat`, for several answers. Without ``calls`` nothing that they say asks for a tool."""
-        known = told(tools)
-        said, spliced = self._policy.spliced(held.session, messages, tools, known)
-        about = json.dumps([said, known, max_tokens, list(stop)] + ["none"] * (not calls), sort_keys=True)
-        return lambda asked: self._once(held, asked, about, spliced, known, max_tokens, stop, calls)
+        said, spliced, telling = self._spliced(held, conversation)
+        about = json.dumps([said, *telling, max_tokens, list(stop), calls], sort_keys=True)
+        return lambda asked: self._once(held, asked, about, spliced, telling, max_tokens, stop, calls)
 
-    def count(
-        self, held: Held, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
-    ) -> int:
+    def _spliced(self, held: Held, conversation: Conversation) -> tuple[Said, Spliced, Telling]:
+        whole = conversation.about(held.work.lease.prompt)
+        return *self._policy.spliced(held.session, whole, telling := whole.telling), telling
+
+    def count(self, held: Held, conversation: Conversation) -> int:
         """Tokens of a conversation, up to where the next answer begins."""
-        _, spliced = self._policy.spliced(held.session, messages, tools, told(tools))
+        _, spliced, _ = self._spliced(held, conversation)
         return len(held.session.tokens(spliced.parent)) + len(spliced.given)
 
     async def generate(
@@ -249,13 +249,13 @@ class Desk:
         """The policy's answer to tokens of the agent's own."""
         spliced = self._policy.of_tokens(held.session, tokens)
         about = json.dumps([[{"tokens": tokens.tolist()}], max_tokens, list(stop)])
-        return await self._once(held, asked, about, spliced, "", max_tokens, stop)
+        return await self._once(held, asked, about, spliced, NOTHING, max_tokens, stop)
 
     def completes(self, held: Held, text: str, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Ask:
         """The policy's next words after a text of the agent's own. Raises `AgentError`."""
         spliced = self._policy.written_on(held.session, text)
         about = json.dumps([[{"text": text}], max_tokens, list(stop)])
-        return lambda asked: self._once(held, asked, about, spliced, "", max_tokens, stop)
+        return lambda asked: self._once(held, asked, about, spliced, NOTHING, max_tokens, stop)
 
     async def reward(self, id: str, reward: float, name: TurnName = None) -> Turn:
         """What the turn of that ``name`` was worth, durably. Said again, it replaces what was said. Raises

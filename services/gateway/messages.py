@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from penstock.services.gateway.asking import Body, Content, Listed, Never, Stops, content_of
+from penstock.services.gateway.asking import Body, Content, Listed, Never, Stops, TemplateKwargs, content_of
 from penstock.services.gateway.chat import about, dumps
+from penstock.services.gateway.conversation import Conversation
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.formats import Form, Wanted
 from penstock.services.gateway.pictures import read_part
@@ -105,12 +106,17 @@ class CountRequest(Body):
     messages: Listed[Said] = Field(min_length=1)
     system: Content | None = None
     tools: Listed[Tool] | None = None
+    chat_template_kwargs: TemplateKwargs = {}
     thread: Any = None
     compaction: Never = None
     mcp_servers: Never = None
 
-    def said(self) -> list[dict[str, Any]]:
+    @property
+    def talk(self) -> Conversation:
         """As chat completions have it: a tool's result is a message of its own. Raises `AgentError`."""
+        return Conversation(self._said(), self._functions(), self.chat_template_kwargs)
+
+    def _said(self) -> list[dict[str, Any]]:
         if self.thread is not None:  # of which each request has the newest messages alone
             raise AgentError(
                 400, "unsupported", "thread: conversations are not kept here; send all of its messages",
@@ -121,7 +127,7 @@ class CountRequest(Body):
             found += _messages(message.role, message.content)
         return found
 
-    def functions(self) -> list[dict[str, Any]] | None:
+    def _functions(self) -> list[dict[str, Any]] | None:
         """The tools, as chat templates want them."""
         return [
             {

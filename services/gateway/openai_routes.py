@@ -42,9 +42,9 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         session: Session, asked: chat.ChatRequest, request: Request, again: Asked
     ) -> JSONResponse | StreamingResponse:
         """Chat completions."""
-        held, said, tools = await desk.find(session), asked.said(), asked.functions()
+        held, talk = await desk.find(session), asked.talk
         form = await desk.forms.read(asked.form)
-        ask = desk.chats(held, said, tools, asked.most, asked.stops, asked.calls)
+        ask = desk.chats(held, talk, asked.most, asked.stops, asked.calls)
         answers = several(asked.count, ask, again, asked.stream)
         return await answered(
             request,
@@ -76,8 +76,8 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
     ) -> JSONResponse | StreamingResponse:
         """Responses."""
         held = await desk.find(session)
-        said, form = asked.said(held.id, held.session), await desk.forms.read(asked.form)
-        ask = desk.chats(held, said, asked.functions(), asked.max_output_tokens, calls=asked.calls)
+        talk, form = asked.talk(held.id, held.session), await desk.forms.read(asked.form)
+        ask = desk.chats(held, talk, asked.max_output_tokens, calls=asked.calls)
         answers = _instructed(held, asked.instructions, several(1, ask, again, asked.stream))
         return await answered(
             request,

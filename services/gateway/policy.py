@@ -16,6 +16,7 @@ from penstock.protocols.experience import as_bytes
 from penstock.protocols.mailbox import DeadlineError
 from penstock.protocols.messages import UNANSWERED, Message, TurnAnswer, TurnKey, TurnRequest
 from penstock.services.gateway.config import GatewayConfig
+from penstock.services.gateway.conversation import Conversation, Telling
 from penstock.services.gateway.errors import AgentError, no_room
 from penstock.services.gateway.pictures import check_shown, digests, named
 from penstock.services.gateway.records import NOBODY, Records
@@ -24,8 +25,9 @@ from penstock.services.gateway.session import Said, Session, Turn, canonical, is
 from penstock.services.gateway.work import Held, Work
 from penstock.services.turns.answers import Answer, unpack_answer
 from penstock.services.turns.joining import routed_before
+from penstock.services.turns.room import MOST_CHARACTERS, too_long
 from penstock.services.turns.streams import turn_stream
-from penstock.services.turns.tokenizer import MOST_CHARACTERS, TextError, Tokenizer, too_long
+from penstock.services.turns.tokenizer import TextError, Tokenizer
 
 log = structlog.get_logger()
 
@@ -46,11 +48,6 @@ class Spliced(NamedTuple):
     """What ``given`` shows."""
 
 
-def told(tools: Sequence[Mapping[str, Any]] | None) -> str:
-    """The tools that the policy is told of, to be compared."""
-    return json.dumps(list(tools), sort_keys=True) if tools else ""
-
-
 class Policy:
     """``say`` says something to the broker, with a deadline in seconds; ``max_length``: tokens that a conversation may
     have, None where the engine alone knows."""
@@ -67,28 +64,23 @@ class Policy:
         self._config, self._text, self._replies, self._records = config, text, replies, records
         self._max_length, self._say = max_length, say
 
-    def spliced(
-        self,
-        session: Session,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        told: str,
-    ) -> tuple[Said, Spliced]:
-        """A conversation as it is compared, and what it adds, and to what; ``told``: of ``tools``. Raises
+    def spliced(self, session: Session, asked: Conversation, telling: Telling) -> tuple[Said, Spliced]:
+        """A conversation as it is compared, and what it adds, and to what; ``telling``: its own. Raises
         `AgentError`."""
-        whole, files = named(messages)
+        whole, files = named(asked.messages)
         said = [canonical(message) for message in whole]
-        parent = session.parent_of(said, told)
+        parent = session.parent_of(said, telling)
         added = said[len(parent.said) if parent else 0 :]
         pictures = self._shown(session, parent, added, files)
         try:
             words = json.dumps([_words(each) for each in added], ensure_ascii=False)
-            self._check_size(words, "" if parent else told)
+            self._check_size(words, "" if parent else telling.tools + telling.template)
+            text = self._text.telling(asked.template)
             if parent is None:
-                given = self._text.encode_chat(said, tools, pictures)
+                given = text.encode_chat(said, asked.tools, pictures)
             else:
                 last = int(parent.answer.tokens[-1])
-                given = self._text.observe(added, True, last, parent.said[-1], pictures, tools)
+                given = text.observe(added, True, last, parent.said[-1], pictures, asked.tools)
             return said, self._checked(session, Spliced(parent, given, added, pictures))
         except AgentError:
             raise
@@ -157,7 +149,7 @@ class Policy:
         held: Held,
         asked: str,
         spliced: Spliced,
-        told: str,
+        telling: Telling,
         max_tokens: int | None,
         stop: Sequence[str],
         calls: bool = True,
@@ -180,7 +172,8 @@ class Policy:
             "parent": NOBODY if parent is None else parent.number,
             "given": given,
             "added": json.dumps(added),
-            "told": told,
+            "told": telling.tools,
+            "template": telling.template,
             "stop": list(stop),
             "calls": calls,
         }
@@ -194,9 +187,9 @@ class Policy:
         if files:
             await self._records.keep_pictures(work, files)
         answer = await self._answered(request)
-        turn = Turn(number, None if parent is None else parent.number, given, answer, said, told)
+        turn = Turn(number, None if parent is None else parent.number, given, answer, said, telling)
         turn.asked, turn.prompt_tokens = asked, len(prompt)
-        tools = told if calls else ""
+        tools = telling.tools if calls else ""
         turn.message, turn.stopped_by = self._replies.message(
             work.lease, session.place, number, answer, tools, stop, given, is_chat(said)
         )  # fmt: skip

@@ -3,8 +3,8 @@
 session.PLACE           {life, spared, opened, owner, beats}, and once it has ended {reward, failure, metrics, unheard,
                         turn_rewards, truncated, branches}
 picture.DIGEST          a file that some of the group's sessions show
-note.PLACE.TURN         {asked, life, parent, given, added, told, stop, calls}: what was asked, as far as its parent has
-                        not
+note.PLACE.TURN         {asked, life, parent, given, added, told, template, stop, calls}: what was asked, as far as
+                        its parent has not
 answer.PLACE.TURN       what the policy said to it
 reward.PLACE.TURN       {reward}: what its agent has said that it was worth, until the session has ended
 """
@@ -22,6 +22,7 @@ from penstock.protocols.experience import as_bytes
 from penstock.protocols.mailbox import DeadlineError, RefusedError
 from penstock.protocols.messages import Lease, Message, Note, TurnKey
 from penstock.protocols.messages.agents import SESSION, session_name
+from penstock.services.gateway.conversation import Telling
 from penstock.services.gateway.errors import AgentError, refused
 from penstock.services.gateway.pictures import digests
 from penstock.services.gateway.replies import Replies
@@ -125,8 +126,9 @@ def _restore_turn(work: Work, session: Session, key: TurnKey, replies: Replies) 
     if note["life"] != session.life:
         return
     answer = unpack_answer(lease.records[key.answer_record].tobytes())
-    told, stop = note["told"], note.get("stop", ())  # notes of older code say nothing of stops, nor of calls
-    tools = told if note.get("calls", True) else ""
+    stop = note.get("stop", ())  # notes of older code say nothing of stops, nor of calls, nor of templates
+    telling = Telling(note["told"], note.get("template", ""))
+    tools = telling.tools if note.get("calls", True) else ""
     parent = None if note["parent"] == NOBODY else session.turns[note["parent"]]
     if "said" in note:  # notes of older code have all of the conversation
         said = json.loads(note["said"])
@@ -134,7 +136,7 @@ def _restore_turn(work: Work, session: Session, key: TurnKey, replies: Replies) 
         said = [*(parent.said if parent else ()), *json.loads(note["added"])]
     about = answer, tools, stop, note["given"], is_chat(said)
     message, stopped_by = replies.message(lease, session.place, number, *about)
-    turn = Turn(number, parent.number if parent else None, note["given"], answer, [*said, canonical(message)], told)
+    turn = Turn(number, parent.number if parent else None, note["given"], answer, [*said, canonical(message)], telling)
     turn.message, turn.stopped_by = message, stopped_by
     turn.asked, turn.prompt_tokens = note["asked"], (parent.size if parent else 0) + len(turn.given)
     turn.wanted = number not in session.unheard

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 
-from penstock.services.gateway.asking import Body, Listed, Never, Told, Tool, plain
+from penstock.services.gateway.asking import Body, Listed, Never, TemplateKwargs, Told, Tool, plain
 from penstock.services.gateway.chat import about, dumps
+from penstock.services.gateway.conversation import Conversation
 from penstock.services.gateway.errors import AgentError, what_is_wrong
 from penstock.services.gateway.formats import Form, Wanted
 from penstock.services.gateway.replies import THOUGHTS, Replies
@@ -36,6 +37,7 @@ class ResponsesRequest(Body):
     """The system's message; takes the place of the one that a ``previous_response_id`` brings along."""
     previous_response_id: str | None = None
     tools: Listed[dict[str, Any]] | None = None
+    chat_template_kwargs: TemplateKwargs = {}
     max_output_tokens: int | None = Field(None, ge=1)
     include: Listed[str] | None = None
     text: dict[str, Any] | None = None
@@ -62,7 +64,7 @@ class ResponsesRequest(Body):
         """The answer may ask for tools."""
         return self.tool_choice != "none"
 
-    def functions(self) -> list[dict[str, Any]] | None:
+    def _functions(self) -> list[dict[str, Any]] | None:
         """The tools, as chat templates want them. Raises `AgentError` for those that the policy cannot ask for."""
         found = []
         for tool in self.tools or ():
@@ -84,8 +86,11 @@ class ResponsesRequest(Body):
             raise AgentError(422, "invalid_request", "text.format: not an object")
         return "text.format", wanted
 
-    def said(self, session_id: str, session: Session) -> list[dict[str, Any]]:
-        """The conversation as chat completions have it. Raises `AgentError`."""
+    def talk(self, session_id: str, session: Session) -> Conversation:
+        """As chat completions have it. Raises `AgentError`."""
+        return Conversation(self._said(session_id, session), self._functions(), self.chat_template_kwargs)
+
+    def _said(self, session_id: str, session: Session) -> list[dict[str, Any]]:
         before = _before(self.previous_response_id, session_id, session)
         if self.instructions is not None:
             told = before[0] if before and before[0].get("role") == "system" else None

@@ -19,6 +19,7 @@ import numpy as np
 
 from penstock.protocols.experience import ALONE, Branches, Finish, Trajectory
 from penstock.services.data.picture_files import MOST_OF_GROUP
+from penstock.services.gateway.conversation import NOTHING, Telling
 from penstock.services.gateway.pictures import digests
 from penstock.services.turns.answers import Answer
 from penstock.services.turns.joining import Again, Part, join, placed
@@ -77,8 +78,8 @@ class Turn:
     said: Said
     """The conversation up to it, and its own message last. Its parent's come first, as the same objects. Where there
     was no chat, ``{"text": …}`` or ``{"tokens": …}`` is what was added."""
-    tools: str = ""
-    """The tools that the policy was told of, as JSON."""
+    telling: Telling = NOTHING
+    """What the policy was told beside it."""
     asked: str = ""
     """A digest of what was asked."""
     prompt_tokens: int = 0
@@ -173,11 +174,11 @@ class Session:
         for turn in self.turns.values():
             turn.reward = how.get("turn_rewards", {}).get(str(turn.number))
 
-    def parent_of(self, said: Said, tools: str) -> Turn | None:
-        """The turn with the longest conversation that ``said`` begins with, told of the same ``tools``."""
+    def parent_of(self, said: Said, telling: Telling) -> Turn | None:
+        """The turn with the longest conversation that ``said`` begins with, told the same beside it."""
         for turn in self._longest_first(lambda turn: len(turn.said)):
             size = len(turn.said)
-            if turn.tools != tools or size >= len(said) or said[size - 1] != turn.said[-1]:  # where most differ
+            if turn.telling != telling or size >= len(said) or said[size - 1] != turn.said[-1]:  # where most differ
                 continue
             if said[:size] == turn.said:
                 return turn

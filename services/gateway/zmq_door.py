@@ -170,9 +170,10 @@ class ZmqDoor:
             _read(Tokens, {"tokens": tokens.tolist(), "max_tokens": message.max_tokens})
             held = await self._desk.find(message.session)
             return _reply(await self._desk.generate(held, tokens, message.max_tokens, asked=asked))
-        chat = _read(ChatRequest, message.model_dump(include={"messages", "tools", "max_tokens", "stop"}))
+        asked_for = {"messages", "tools", "chat_template_kwargs", "max_tokens", "stop"}
+        chat = _read(ChatRequest, message.model_dump(include=asked_for))
         held = await self._desk.find(message.session)
-        return _reply(await self._desk.chat(held, chat.said(), chat.functions(), chat.most, chat.stops, asked=asked))
+        return _reply(await self._desk.chat(held, chat.talk, chat.most, chat.stops, asked))
 
     async def _open(self, wait_s: float, identity: str) -> m.AgentOpened:
         held = await self._desk.open(wait_s, beats=True)
@@ -188,7 +189,7 @@ def _size_of(asked: Any) -> int:
     if isinstance(asked, m.AgentGenerate):
         return len(asked.tokens)
     if isinstance(asked, m.AgentChat):
-        return _size_of([asked.messages, asked.tools, asked.stop])
+        return _size_of([asked.messages, asked.tools, asked.chat_template_kwargs, asked.stop])
     if isinstance(asked, dict):
         return sum(map(_size_of, (*asked, *asked.values())))
     return sum(map(_size_of, asked)) if isinstance(asked, list) else len(asked) if isinstance(asked, str | bytes) else 8

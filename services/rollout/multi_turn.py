@@ -30,8 +30,9 @@ from penstock.services.environments.tool_calls import as_called
 from penstock.services.rollout.engines.base import Completion, Engine, Refusal, Request, RequestError
 from penstock.services.rollout.group_maker import Made, handle_of
 from penstock.services.turns.joining import join, placed, routed_before
+from penstock.services.turns.room import too_long
 from penstock.services.turns.streams import turn_stream
-from penstock.services.turns.tokenizer import Tokenizer, too_long
+from penstock.services.turns.tokenizer import Tokenizer
 from penstock.services.turns.tool_calls import FORMS
 
 log = structlog.get_logger()
@@ -250,15 +251,15 @@ class MultiTurn:
 
     def _observed(self, session: _Session, said: Any, last: Completion, pictures: Sequence[bytes]) -> np.ndarray:
         """int32 ``[tokens]`` of what is ``said`` to the answer ``last``."""
-        answer = None
+        answer, text = None, self._text.telling(session.work.lease.prompt.chat_template_kwargs)
         if session.chat and not isinstance(said, str) and any(message["role"] == "tool" for message in said):
             form = self._config.tools.form if self._config.tools else "hermes"
             words = self._text.decode([last.tokens.tolist()])[0]
             answer, said = as_called(words, form, said, len(session.turns), self._thought(session))
-        return self._text.observe(said, session.chat, int(last.tokens[-1]), answer, pictures, session.tools)
+        return text.observe(said, session.chat, int(last.tokens[-1]), answer, pictures, session.tools)
 
     def _too_long(self, said: Any) -> str:
-        """See `tokenizer.too_long`: this thread is the engine's too."""
+        """See `room.too_long`: this thread is the engine's too."""
         return too_long(len(json.dumps(said, ensure_ascii=False, default=str)), self._max_length)
 
     def _generate(self, session: _Session) -> Made | None:

@@ -14,7 +14,8 @@ from penstock.protocols.routing import no_routing
 from penstock.services.data.answers import is_answer, not_answer, own_answer
 from penstock.services.turns.calls_told import Message
 from penstock.services.turns.joining import Part, join
-from penstock.services.turns.tokenizer import TextError, Tokenizer, too_long
+from penstock.services.turns.room import too_long
+from penstock.services.turns.tokenizer import TextError, Tokenizer
 
 Turns = Literal["all", "last"]
 """Which of the assistant's messages are learned."""
@@ -44,6 +45,7 @@ def given_trajectory(
     asked, talk = _parts(prompt, turns)
     if reason := too_long(len(asked.as_text()) + sum(len(in_words(message)) for message in talk), max_length):
         raise TextError(reason)
+    text = text.telling(prompt.chat_template_kwargs)
     asked_tokens = text.encode(asked)
     parts: list[Part] = [asked_tokens]
     said: list[np.ndarray] = []

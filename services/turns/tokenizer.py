@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from penstock.services.modeling.pictures import PictureReader
 from penstock.services.turns import between
 from penstock.services.turns.calls_told import Message, takes_text_alone, with_arguments_as_text, with_names
 from penstock.services.turns.channels import Channels
-from penstock.services.turns.spelling import bytes_of
+from penstock.services.turns.spelling import spelled
 from penstock.services.turns.tool_calls import THINK
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -33,8 +34,8 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 MOST_OF_TAG = 16
 """Tokens of a tag and the space behind it."""
 UNTOLD = "pictures are told by a chat template, and the tokenizer has none: give model.chat_template"
-MOST_CHARACTERS = 32
-"""For each token that there may be; text has four or five."""
+TELLINGS = 64
+"""Of the same chat template, what prompts and agents have it told, of which each is kept."""
 
 
 class TextError(ValueError):
@@ -45,23 +46,43 @@ class Tokenizer:
     """The tokenizer of a model, as a rollout uses it. ``template``: what its chat template is told beside messages, and
     as ``chat_template`` another one."""
 
-    def __init__(self, path: str, template: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, path: str, template: Mapping[str, Any] | None = None, base: Tokenizer | None = None) -> None:
+        """``base``: of the same model, whose files are not read again."""
         self.path, self.given = path, dict(template or {})
         """Where it lies, and what the run says of its chat template."""
-        self._tokenizer = load_tokenizer(path, template)
+        self._base, self._tokenizer = base, base.plain if base else load_tokenizer(path, template)
         self._template = {name: value for name, value in self.given.items() if name != "chat_template"}
+        self._telling = lru_cache(TELLINGS)(self._told)
+
+    def telling(self, template: Mapping[str, Any]) -> Tokenizer:
+        """One whose chat template is told ``template`` too, over what the run says. Raises `TextError` where it does
+        not look at that."""
+        known = template.items() <= self._template.items()
+        return self if known else self._telling(json.dumps(template, sort_keys=True))
+
+    def _told(self, template: str) -> Tokenizer:
+        added = json.loads(template)
+        found = Tokenizer(self.path, self.given | added, self._base or self)
+        if odd := sorted(added.keys() & set(found.unread())):
+            why = "does not look at it" if self.has_template else "is not there"
+            raise TextError(f"chat_template_kwargs.{odd[0]}: the chat template {why}; leave it out")
+        return found
 
     def encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None = None) -> np.ndarray:
         """int32 ``[tokens]``. Chats go through the chat template, with the JSON schemas of ``tools``, or else of the
-        prompt's own; without one, their contents are joined by blank lines. Raises `TextError` where tools, or calls of
-        them, cannot be told of."""
+        prompt's own; without one, their contents are joined by blank lines. Raises `TextError` where tools, calls of
+        them, or what the template is told, cannot be told."""
         tools = tools or prompt.tools
         calls = any("tool_calls" in message for message in prompt.messages or ())
-        if (tools or calls) and (prompt.messages is None or not self.has_template):
+        told = "tools are" if tools or calls else "chat_template_kwargs are" if prompt.chat_template_kwargs else ""
+        if told and (prompt.messages is None or not self.has_template):
             raise TextError(
-                "tools are told by a chat template: the prompt must be messages (chat: true), and the tokenizer must "
+                f"{told} told by a chat template: the prompt must be messages (chat: true), and the tokenizer must "
                 "have one"
             )
+        return self.telling(prompt.chat_template_kwargs)._encode(prompt, tools)
+
+    def _encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None) -> np.ndarray:
         if prompt.pictures:
             return self._encode_shown(prompt, tools)
         if prompt.messages is not None:
@@ -102,7 +123,7 @@ class Tokenizer:
     @cached_property
     def pictures(self) -> PictureReader:
         """How the model's processor reads them. Raises `ModelError`."""
-        return PictureReader(self.path, self._tokenizer)
+        return self._base.pictures if self._base else PictureReader(self.path, self._tokenizer)
 
     def encode_text(self, text: str) -> np.ndarray:
         """int32 ``[tokens]`` of a text that stands at the beginning, as the tokenizer begins one."""
@@ -329,18 +350,7 @@ class Tokenizer:
         """Each token's own text, and the UTF-8 bytes that it adds to the text of the row: none of a special one, of
         others maybe a part of a character. None where the tokenizer does not tell."""
         marks, texts = self._tokenizer.convert_ids_to_tokens(list(row)), self._decoded([[token] for token in row])
-        found: list[tuple[str, bytes | None]] = []
-        begun = False
-        for token, mark, text in zip(row, marks, texts, strict=True):
-            if token in self._special:
-                found.append((self._special[token], b""))
-                continue
-            spaced = (mark or "").replace("▁", " ")
-            if begun and spaced == f" {text}":  # which is left out where a text begins
-                text = spaced
-            found.append((text, bytes_of(mark) if "\ufffd" in text else text.encode()))
-            begun = True
-        return found
+        return spelled([self._special.get(token) for token in row], marks, texts)
 
     def decode_marked(self, row: Sequence[int]) -> str:
         """The text of a turn with its special tokens, but for the one that ends it."""
@@ -371,17 +381,6 @@ class Tokenizer:
     def special_ids(self, texts: Sequence[str]) -> set[int]:
         """Of those ``texts`` that are special tokens, which no decoded text shows."""
         return {id for id, text in self._special.items() if text in texts}
-
-
-def too_long(size: int, max_length: int | None) -> str:
-    """Why there is no need to count the tokens of ``size`` characters, which takes long: whoever counts has others who
-    wait. Empty: they may have room in ``max_length`` tokens, None where only the engine knows how many there may be."""
-    if max_length is None or size <= MOST_CHARACTERS * max_length:
-        return ""
-    return (
-        f"the conversation adds {size} characters: too many for the {max_length} tokens that rollout.engine and the "
-        "model take"
-    )
 
 
 def _says(told: str, written: str) -> bool:

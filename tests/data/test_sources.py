@@ -95,6 +95,40 @@ def test_a_template_stands_around_the_text_or_the_users_last_message(tmp_path: P
     assert open_source(CustomData(**given, template=BOXED))[0].as_text() == said
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
+def test_a_row_says_what_the_chat_template_is_told_over_what_its_source_says(tmp_path: Path, kind: str) -> None:
+    told: list[Any] = [{"level": "high"}, {"enable_thinking": True}, None]
+    if kind == "csv":
+        told = [each and json.dumps(each) for each in told]
+    rows = [{"prompt": "a", "truth": "1", "told": each} for each in told]
+    file = tmp_path / f"rows.{kind}"
+    made = datasets.Dataset.from_list(rows)
+    {"jsonl": made.to_json, "parquet": made.to_parquet, "csv": made.to_csv}[kind](file)
+    path = "json" if kind == "jsonl" else kind
+    ours: dict[str, Any] = {"path": path, "files": [str(file)], "truth_key": "truth"}
+    of_source, key = {"enable_thinking": False}, {"chat_template_kwargs_key": "told"}
+    found = [open_source(HubData(**ours, **key, chat_template_kwargs=each)) for each in ({}, of_source)]
+    assert [row.chat_template_kwargs for row in found[0]] == [{"level": "high"}, {"enable_thinking": True}, {}]
+    wanted = [{**of_source, "level": "high"}, {"enable_thinking": True}, of_source]
+    assert [row.chat_template_kwargs for row in found[1]] == wanted
+    back = Prompt.model_validate(wire.unpack(wire.pack(found[1][0].model_dump())))
+    assert back == found[1][0]
+    (tmp_path / "own.jsonl").write_text("".join(line({**row, "chat_template_kwargs": row["told"]}) for row in rows))
+    given = {"function": "penstock.services.data.written:Written", "options": {"file": str(tmp_path / "own.jsonl")}}
+    own = open_source(CustomData(**given, chat_template_kwargs=of_source))
+    assert [row.chat_template_kwargs for row in own] == wanted
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [("{a", "are no JSON: {a"), (["a"], "are no map"), ({"tools": []}, "kwargs.tools is not for a prompt to say"),
+     ({"level": float("nan")}, "cannot be written as JSON"), ({1: "a"}, "are no map")],
+)  # fmt: skip
+def test_what_no_chat_template_can_be_told_costs_its_row(told: Any, why: str) -> None:
+    with pytest.raises(DataError, match=f"row 3: .*{why}"):
+        make_prompt(3, "hi", "1", True, None, told=told)
+
+
 @pytest.mark.parametrize("form", ["a line each", "one list", "with a mark and empty lines", "compressed"])
 def test_json_files_come_in_several_forms(tmp_path: Path, form: str) -> None:
     rows = [{"prompt": "a\u2028b", "truth": "x"}, {"prompt": "b", "truth": "y"}, {"prompt": "c", "truth": "z"}]

@@ -16,6 +16,7 @@ import pytest
 
 from penstock.protocols.experience import Group
 from penstock.protocols.packed_groups import pack_group, unpack_group
+from penstock.services.gateway.conversation import Conversation
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.questions import Asking
@@ -57,7 +58,7 @@ class Agent:
         for seconds in [*self._chance.sample(SOON, self._chance.choice([0, 0, 1, 2])), 120.0]:
             try:
                 return await asyncio.wait_for(
-                    self._desk.chat(self._held, said, tools, asked=Asking(key=request)), seconds
+                    self._desk.chat(self._held, Conversation(said, tools), asked=Asking(key=request)), seconds
                 )
             except TimeoutError:
                 continue

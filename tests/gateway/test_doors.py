@@ -248,6 +248,32 @@ def test_openais_responses(house: House, stateful: bool) -> None:
     assert [len(t.turns) for t in group(house).trajectories] == [2, 1, 2, 1]
 
 
+def test_clients_tell_the_chat_template_more(house: House) -> None:
+    house.text.plain.chat_template = house.text.plain.chat_template.replace("<assistant>", "{{ level }}=")
+    told = {"chat_template_kwargs": {"level": "b"}}
+
+    async def agent(url: str) -> set[str]:
+        async with httpx.AsyncClient(timeout=60) as http:
+            session = await opened(url, http)
+        base = session["base_url"]
+        async with openai.AsyncOpenAI(base_url=base, api_key="none") as client:
+            await client.chat.completions.create(model="policy", messages=SAY, extra_body=told)
+            await client.responses.create(model="policy", input=SAY, extra_body=told)
+        async with anthropic.AsyncAnthropic(base_url=base.removesuffix("/v1"), api_key="none") as client:
+            await client.messages.create(model="policy", max_tokens=4, messages=SAY, extra_body=told)
+        door = ZmqDoor("tcp://127.0.0.1:*", house.desk, None, NO_KEYS)
+        door.start(asyncio.get_running_loop(), "http://here")
+        try:
+            async with AsyncAgentClient(door.address) as agents, await agents.session() as other:
+                await other.chat(SAY, **told)
+                every = [held.session for held in house.desk._held.values()]
+        finally:
+            await asyncio.to_thread(door.close)
+        return {house.text.decode([turn.given.tolist()])[0][-2:] for one in every for turn in one.turns.values()}
+
+    assert served(house, agent) == {"b="}
+
+
 def test_openais_completions(house: House) -> None:
     """Text is gone on from where it begins with an answer: the answer's tokens are not made again."""
 
@@ -451,7 +477,9 @@ def test_bad_requests_cost_themselves(house: House, tmp_path: Path) -> None:
                 (f"{base}/chat/completions", {"messages": SAY, "modalities": ["text", "audio"]}, 422),
                 (f"{base}/chat/completions", {"messages": SAY, "audio": {"voice": "a"}}, 422),
                 (f"{base}/chat/completions", {"messages": SAY, "web_search_options": {}}, 422),
-                (f"{base}/chat/completions", {"messages": SAY, "chat_template_kwargs": {"a": 1}}, 422),
+                (f"{base}/chat/completions", {"messages": SAY, "chat_template_kwargs": {"a": 1}}, 400),
+                (f"{base}/chat/completions", {"messages": SAY, "chat_template_kwargs": {"tokenize": True}}, 422),
+                (f"{base}/messages", {"messages": SAY, "max_tokens": 4, "chat_template_kwargs": "{a"}, 422),
                 (f"{base}/responses", {"input": "a", "background": True}, 422),
                 (f"{base}/responses", {"input": "a", "truncation": "auto"}, 422),
                 (f"{base}/responses", {"input": "a", "context_management": [{"type": "compaction"}]}, 422),

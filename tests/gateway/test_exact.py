@@ -14,6 +14,7 @@ import pytest
 from penstock.protocols.experience import Group, Trajectory
 from penstock.protocols.packed_groups import pack_group, unpack_group
 from penstock.services.gateway import desk
+from penstock.services.gateway.conversation import Conversation
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.questions import Asking
@@ -46,12 +47,12 @@ async def _wander(desk: Desk, held: Held, chance: random.Random) -> None:
             heard.append(await desk.generate(held, tokens, 3))
             continue
         tools = chance.choice([None, TOOLS])
-        turn = await desk.chat(held, messages, tools, chance.choice([None, 2]))
+        turn = await desk.chat(held, Conversation(messages, tools), chance.choice([None, 2]))
         if chance.random() < 0.2:
-            assert await desk.chat(held, messages, tools, None, asked=Asking(again=True)) is not None
+            assert await desk.chat(held, Conversation(messages, tools), None, asked=Asking(again=True)) is not None
         if chance.random() < 0.2:
-            assert await desk.chat(held, messages, tools, asked=Asking(key="r")) is await desk.chat(
-                held, messages, tools, asked=Asking(key="r")
+            assert await desk.chat(held, Conversation(messages, tools), asked=Asking(key="r")) is await desk.chat(
+                held, Conversation(messages, tools), asked=Asking(key="r")
             )
         heard.append(turn)
         answer = {"role": "tool", "tool_call_id": "x", "content": "ab"} if tools else {"role": "user", "content": "c"}
@@ -116,10 +117,10 @@ def test_a_turn_that_nobody_was_left_to_hear_is_not_trained_on(tokenizers: dict[
         house.desk.start(house.lease(0))
         held = await house.desk.open(1)
         say = [{"role": "user", "content": "sort ba="}]
-        lost = await house.desk.chat(held, say, None)
+        lost = await house.desk.chat(held, Conversation(say))
         lost.wanted = False
-        first = await house.desk.chat(held, say, None)
-        await house.desk.chat(held, [*say, first.message, {"role": "user", "content": "c"}], None)
+        first = await house.desk.chat(held, Conversation(say))
+        await house.desk.chat(held, Conversation([*say, first.message, {"role": "user", "content": "c"}]))
         await house.desk.finish(held.id, 1.0)
 
     house.run(play)
@@ -140,7 +141,7 @@ def test_sessions_of_silent_agents_are_given_again_and_fail_in_the_end(
         for _ in range(2):
             held = await house.desk.open(1)
             names.append(held.id)
-            await house.desk.chat(held, [{"role": "user", "content": "sort ba="}], None)
+            await house.desk.chat(held, Conversation([{"role": "user", "content": "sort ba="}]))
             held.touched -= 1
             house.desk.expire()
             while held.id in {row["session"] for row in house.desk.rows()}:
@@ -159,7 +160,7 @@ def test_who_waits_for_an_answer_is_told_that_the_run_is_over(tokenizers: dict[b
         house.desk.start(house.lease(0))
         held = await house.desk.open(1)
         house.engine.submit = lambda request: None  # type: ignore[method-assign] - it never answers
-        asked = asyncio.ensure_future(house.desk.chat(held, [{"role": "user", "content": "sort ba="}], None))
+        asked = asyncio.ensure_future(house.desk.chat(held, Conversation([{"role": "user", "content": "sort ba="}])))
         await asyncio.sleep(0.05)
         house.desk.end("all steps are trained")
         try:
@@ -184,7 +185,7 @@ def test_groups_that_no_agent_is_at_are_given_back_and_go_on_elsewhere(
         first.start(house.lease(0, n=2))
         first.start(house.lease(1))
         held = await first.open(1)
-        await first.chat(held, [{"role": "user", "content": "sort ba="}], None)
+        await first.chat(held, Conversation([{"role": "user", "content": "sort ba="}]))
         await asyncio.sleep(0.1)
         first.expire()
         assert gave_back == [("train", 1)], "an agent is at the other"
@@ -198,7 +199,7 @@ def test_groups_that_no_agent_is_at_are_given_back_and_go_on_elsewhere(
         other.start(house.lease(0, n=2))
         second = await other.open(1)
         assert second.id == "train-0-1-0", "what was finished elsewhere is known"
-        await other.chat(second, [{"role": "user", "content": "sort ba="}], None)
+        await other.chat(second, Conversation([{"role": "user", "content": "sort ba="}]))
         await other.finish(second.id, 0.0)
 
     house.run(play)
@@ -217,12 +218,12 @@ def test_a_message_that_is_refused_costs_no_session_unless_the_group_is_another_
         held = await house.desk.open(1)
         for code, status, left in (("failed", 503, 1), ("not_held", 410, 0)):
             house.refuse = code
-            for ask in (house.desk.chat(held, question, None), house.desk.finish(held.id, 1.0)):
+            for ask in (house.desk.chat(held, Conversation(question)), house.desk.finish(held.id, 1.0)):
                 with pytest.raises(AgentError) as refused:
                     await ask
                 assert refused.value.status in (status, 404) and len(house.desk.rows()) == left
             if left:
                 house.refuse = ""
-                await house.desk.chat(held, question, None)
+                await house.desk.chat(held, Conversation(question))
 
     house.run(play)

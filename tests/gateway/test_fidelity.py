@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from penstock.services.gateway.bodies import largest_body
+from penstock.services.gateway.conversation import Conversation
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.messages import MessagesRequest
 from penstock.services.gateway.responses import ResponsesRequest
@@ -40,19 +41,19 @@ def test_what_is_referred_to_is_what_was_said(house: House) -> None:
 
     async def agent() -> None:
         desk, held = house.desk, await house.desk.open(1)
-        first = await desk.chat(held, ResponsesRequest(input=[ASK]).said(held.id, held.session), None)
+        first = await desk.chat(held, ResponsesRequest(input=[ASK]).talk(held.id, held.session))
         named = {"type": "item_reference", "id": f"msg_{held.id}-{first.number}"}
         thought = {"type": "item_reference", "id": "rs_1"}
         asked = ResponsesRequest(input=[ASK, thought, named, {"role": "user", "content": "again"}])
-        again = await desk.chat(held, asked.said(held.id, held.session), None)
+        again = await desk.chat(held, asked.talk(held.id, held.session))
         assert again.parent == first.number
         first.message["tool_calls"] = [{"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
         called = {"type": "item_reference", "id": f"fc_{held.id}-{first.number}-0"}
-        said = ResponsesRequest(input=[ASK, named, called]).said(held.id, held.session)
+        said = ResponsesRequest(input=[ASK, named, called]).talk(held.id, held.session).messages
         assert said[-1]["content"] == first.message["content"] and said[-1]["tool_calls"][0]["id"] == "x"
         for other in (f"fc_{held.id}-{first.number}-1", f"msg_{held.id}-99", "msg_train-9-9-9-0", "x"):
             with pytest.raises(AgentError, match="is no item of this session's"):
-                ResponsesRequest(input=[{"type": "item_reference", "id": other}]).said(held.id, held.session)
+                ResponsesRequest(input=[{"type": "item_reference", "id": other}]).talk(held.id, held.session)
 
     house.run(agent)
 
@@ -61,13 +62,13 @@ def test_instructions_take_the_place_of_instructions_alone(house: House) -> None
     async def agent() -> None:
         desk, held = house.desk, await house.desk.open(1)
         rules = {"role": "developer", "content": "rules"}
-        turn = await desk.chat(held, ResponsesRequest(input=[rules, ASK]).said(held.id, held.session), None, 1)
+        turn = await desk.chat(held, ResponsesRequest(input=[rules, ASK]).talk(held.id, held.session), 1)
 
         def told(instructions: str) -> list[str]:
             asked = ResponsesRequest(
                 input="more", previous_response_id=f"resp_{held.id}-{turn.number}", instructions=instructions
             )
-            turn.said = asked.said(held.id, held.session)  # as if that had been answered, too
+            turn.said = list(asked.talk(held.id, held.session).messages)  # as if that had been answered, too
             held.session.instruct(instructions)
             return [message["content"] for message in turn.said if message["role"] == "system"]
 
@@ -114,14 +115,14 @@ def test_instructions_are_kept_of_turns_that_there_are_alone(tokenizers: dict[bo
 def test_a_result_that_is_an_error_says_so() -> None:
     result = {"type": "tool_result", "tool_use_id": "x", "content": "no such file", "is_error": True}
     asked = MessagesRequest(messages=[{"role": "user", "content": [result]}], max_tokens=4, stop_sequences=None)
-    assert asked.said() == [{"role": "tool", "tool_call_id": "x", "content": "error: no such file"}]
+    assert asked.talk.messages == [{"role": "tool", "tool_call_id": "x", "content": "error: no such file"}]
 
 
 def test_while_the_gateway_itself_was_stopped_no_agent_was_silent(house: House) -> None:
     async def agent() -> None:
         desk = house.desk
         held = await desk.open(1, beats=True)
-        await desk.chat(held, [ASK], None)
+        await desk.chat(held, Conversation([ASK]))
         long_ago = time.monotonic() - desk.config.lost_s - 5
         held.heard = long_ago
         desk._silence._looked_at = time.monotonic() - AWAY_S - 1
@@ -133,7 +134,7 @@ def test_while_the_gateway_itself_was_stopped_no_agent_was_silent(house: House) 
         await asyncio.sleep(0.1)
         assert held.session.life == 1, "this time it was silent"
         other = await desk.open(1)
-        await desk.chat(other, [ASK], None)
+        await desk.chat(other, Conversation([ASK]))
         other.touched = time.monotonic() - desk.config.idle_s - 5
         desk._silence._looked_at = time.monotonic() - AWAY_S - desk.config.idle_s
         desk.expire()
@@ -146,7 +147,7 @@ def test_while_the_gateway_itself_was_stopped_no_agent_was_silent(house: House) 
 def test_who_is_given_up_has_no_turns_under_way(house: House) -> None:
     async def agent() -> None:
         desk, held = house.desk, await house.desk.open(1)
-        asking = asyncio.ensure_future(desk.chat(held, [ASK], None))
+        asking = asyncio.ensure_future(desk.chat(held, Conversation([ASK])))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert held.questions.pending == 1

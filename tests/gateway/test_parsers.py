@@ -16,6 +16,7 @@ import pytest
 from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.protocols.experience import as_bytes
 from penstock.services.environments.tools import Tools
+from penstock.services.gateway.conversation import Conversation
 from penstock.services.gateway.formats import Forms
 from penstock.services.gateway.openai_routes import judged
 from penstock.services.gateway.replies import Replies
@@ -144,7 +145,7 @@ def test_a_group_that_cannot_be_taken_up_is_told_to_have_failed(tokenizers: dict
     async def play() -> None:
         house.desk.start(house.lease(0))
         held = await house.desk.open(1)
-        await house.desk.chat(held, SAY, None)
+        await house.desk.chat(held, Conversation(SAY))
         house.records["train", 0]["answer.0.0"] = as_bytes(b"no answer")
         lease = house.lease(0)
         house.open().start(lease)

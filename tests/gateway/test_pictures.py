@@ -19,6 +19,7 @@ from penstock.protocols.packed_groups import pack_group, unpack_group
 from penstock.services.gateway import pictures, policy
 from penstock.services.gateway.chat import ChatRequest
 from penstock.services.gateway.config import GatewayConfig
+from penstock.services.gateway.conversation import Conversation
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.http import described
@@ -68,8 +69,8 @@ def in_chat(*parts: str | bytes) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def chat(*messages: dict[str, Any]) -> list[dict[str, Any]]:
-    return ChatRequest.model_validate({"messages": messages}).said()
+def chat(*messages: dict[str, Any]) -> Conversation:
+    return ChatRequest.model_validate({"messages": messages}).talk
 
 
 def delivered(house: House, folder: Path) -> Group:
@@ -94,19 +95,19 @@ def test_each_branch_shows_what_its_turns_were_shown_also_after_a_takeover(house
     async def begin() -> tuple[str, list[dict[str, Any]]]:
         held = await house.desk.open(1)
         first = [in_chat("see ", RED, " or ", GREEN)]
-        turn = await house.desk.chat(held, chat(*first), None)
+        turn = await house.desk.chat(held, chat(*first))
         assert turn.pictures == (RED, GREEN)
         more = [*first, turn.message, {"role": "user", "content": f"{PICTURE} is but a word"}]
-        turn = await house.desk.chat(held, chat(*more), None)
+        turn = await house.desk.chat(held, chat(*more))
         assert turn.pictures == () and turn.parent == 0
-        assert house.desk.count(held, chat(*more, turn.message, in_chat(BLUE)), None) > turn.size
+        assert house.desk.count(held, chat(*more, turn.message, in_chat(BLUE))) > turn.size
         return held.id, [*more, turn.message]
 
     async def go_on(id: str, more: list[dict[str, Any]]) -> None:
         held = await house.desk.find(id)
-        turn = await house.desk.chat(held, chat(*more, in_chat(BLUE)), None)
+        turn = await house.desk.chat(held, chat(*more, in_chat(BLUE)))
         assert turn.parent == 1 and turn.pictures == (BLUE,)
-        again = await house.desk.chat(held, chat(in_chat("see ", RED, " or ", RED)), None)
+        again = await house.desk.chat(held, chat(in_chat("see ", RED, " or ", RED)))
         assert again.parent is None, "another picture is another conversation"
         await house.desk.finish(id, 1.0)
 
@@ -125,12 +126,12 @@ def test_what_turns_show_again_is_kept_once(house: House) -> None:
     async def begin() -> str:
         held = await house.desk.open(1)
         for at in range(3):
-            await house.desk.chat(held, chat(in_chat("see ", *shots[at : at + 2])), None)
+            await house.desk.chat(held, chat(in_chat("see ", *shots[at : at + 2])))
         return held.id
 
     async def go_on(id: str) -> None:
         held = await house.desk.find(id)
-        turn = await house.desk.chat(held, chat(in_chat("see ", shots[3], shots[0])), None)
+        turn = await house.desk.chat(held, chat(in_chat("see ", shots[3], shots[0])))
         assert turn.pictures == (shots[3], shots[0])
         await house.desk.finish(id, 1.0)
 
@@ -156,7 +157,7 @@ def test_what_all_choices_and_sessions_show_is_kept_once(house: House) -> None:
 
     async def agents() -> None:
         several = [await house.desk.open(1) for _ in range(2)]
-        asks = [house.desk.chats(held, chat(in_chat("see ", RED)), None) for held in several for _ in range(4)]
+        asks = [house.desk.chats(held, chat(in_chat("see ", RED))) for held in several for _ in range(4)]
         turns = await asyncio.gather(*(ask(Asking()) for ask in asks))
         assert len({(turn.number, id(turn)) for turn in turns}) == 8 and all(turn.pictures == (RED,) for turn in turns)
 
@@ -180,12 +181,12 @@ def test_a_conversation_in_which_a_pictures_token_was_sampled_is_not_gone_on_fro
     async def agent() -> None:
         held = await house.desk.open(1)
         first = in_chat("see ", RED)
-        turn = await house.desk.chat(held, chat(first), None)
+        turn = await house.desk.chat(held, chat(first))
         with pytest.raises(AgentError, match="has said what stands for a part of a picture"):
-            await house.desk.chat(held, chat(first, turn.message, {"role": "user", "content": "b"}), None)
-        words = await house.desk.chat(held, chat({"role": "user", "content": "a"}), None)
+            await house.desk.chat(held, chat(first, turn.message, {"role": "user", "content": "b"}))
+        words = await house.desk.chat(held, chat({"role": "user", "content": "a"}))
         more = chat({"role": "user", "content": "a"}, words.message, {"role": "user", "content": "b"})
-        assert (await house.desk.chat(held, more, None)).parent == words.number, "where nothing is shown it is a word"
+        assert (await house.desk.chat(held, more)).parent == words.number, "where nothing is shown it is a word"
 
     house.run(agent)
 
@@ -198,34 +199,34 @@ def test_all_apis_show_alike(house: House, folder: Path) -> None:
     async def in_responses(desk: Desk, held: Held) -> None:
         part = {"type": "input_image", "image_url": f"data:image/png;base64,{in_base64(RED)}"}
         first = {"role": "user", "content": [{"type": "input_text", "text": "is "}, part]}
-        turn = await desk.chat(held, ResponsesRequest(input=[first]).said(held.id, held.session), None)
+        turn = await desk.chat(held, ResponsesRequest(input=[first]).talk(held.id, held.session))
         called = {
             "type": "function_call_output",
             "call_id": "x",
             "output": [part, {"type": "input_text", "text": "b"}],
         }
         asked = ResponsesRequest(input=[called], previous_response_id=f"resp_{held.id}-{turn.number}")
-        turn = await desk.chat(held, asked.said(held.id, held.session), None)
+        turn = await desk.chat(held, asked.talk(held.id, held.session))
         assert turn.parent == 0 and turn.pictures == (RED,)
         anew = asked.model_copy(update={"instructions": "look"})  # another beginning, and the pictures of before
-        turn = await desk.chat(held, anew.said(held.id, held.session), None)
+        turn = await desk.chat(held, anew.talk(held.id, held.session))
         assert turn.parent is None and turn.pictures == (RED, RED)
 
     async def agents() -> None:
         desk = house.desk
         held = await desk.open(1)
         said = [{"role": "user", "content": [{"type": "text", "text": "is "}, {"type": "image", "source": source}]}]
-        turn = await desk.chat(held, MessagesRequest(messages=said, max_tokens=2).said(), None)
+        turn = await desk.chat(held, MessagesRequest(messages=said, max_tokens=2).talk)
         answer = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": result}]}
         told = [*said, {"role": "assistant", "content": turn.message["content"]}, answer]
-        turn = await desk.chat(held, MessagesRequest(messages=told, max_tokens=2).said(), None)
+        turn = await desk.chat(held, MessagesRequest(messages=told, max_tokens=2).talk)
         assert turn.parent == 0 and turn.pictures == (GREEN,)
         await desk.finish(held.id, 1.0)
         await in_responses(desk, held := await desk.open(1))
         await desk.finish(held.id, 1.0)
         held = await desk.open(1)
         of_client = [{"role": "user", "content": [{"type": "text", "text": "is "}, {"type": "image", "image": RED}]}]
-        await desk.chat(held, chat(*of_client), None)
+        await desk.chat(held, chat(*of_client))
         await desk.finish(held.id, 1.0)
 
     house.run(agents)
@@ -253,7 +254,7 @@ def test_what_cannot_be_shown_is_refused(house: House, monkeypatch: pytest.Monke
 
     async def agent() -> None:
         held = await house.desk.open(1)
-        first = await house.desk.chat(held, chat(in_chat("<|image_pad|>")), None)  # as a word, while nothing is shown
+        first = await house.desk.chat(held, chat(in_chat("<|image_pad|>")))  # as a word, while nothing is shown
         more = {"role": "assistant", "content": first.message["content"]}
         cut = shown.picture(shown.COLOURS["r"], (64, 64))[:-30]
         for said, code, why in (
@@ -266,7 +267,7 @@ def test_what_cannot_be_shown_is_refused(house: House, monkeypatch: pytest.Monke
             ([in_chat(RED, cut)], "cannot_answer", "PNG, 64 x 64, .* cannot be read to its end"),
         ):
             with pytest.raises(AgentError, match=why) as refused:
-                await house.desk.chat(held, chat(*said), None)
+                await house.desk.chat(held, chat(*said))
             assert refused.value.code == code
         for limit, most, why in (
             ("MOST_BYTES", 50, "a conversation shows at most 50 bytes of pictures, and this would show "),
@@ -275,15 +276,15 @@ def test_what_cannot_be_shown_is_refused(house: House, monkeypatch: pytest.Monke
         ):
             with monkeypatch.context() as narrow, pytest.raises(AgentError, match=why):
                 narrow.setattr(pictures, limit, most)
-                await house.desk.chat(held, chat(in_chat(RED, RED)), None)
+                await house.desk.chat(held, chat(in_chat(RED, RED)))
         held.session.room = 50
         with pytest.raises(AgentError, match="a session shows at most 50 bytes of pictures, and this would show"):
-            await house.desk.chat(held, chat(in_chat(RED)), None)
+            await house.desk.chat(held, chat(in_chat(RED)))
         house._config = GatewayConfig()
         house.open().start(house.lease(1))
         held = await house.desk.open(1)
         with pytest.raises(AgentError, match="gateway.pictures is false"):
-            await house.desk.chat(held, chat(in_chat(RED)), None)
+            await house.desk.chat(held, chat(in_chat(RED)))
 
     house.run(agent)
 

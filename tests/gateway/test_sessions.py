@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.services.gateway.conversation import NOTHING, Telling
 from penstock.services.gateway.session import Session, Turn
 from penstock.services.turns.answers import Answer
 
@@ -54,8 +55,8 @@ def test_a_request_goes_on_from_the_longest_conversation_that_it_begins_with(see
         asked = session.tokens(turn)[: -1 if wrong else None]
         tokens, text = np.append(asked, 99).astype(np.int32), "".join(map(chr, asked)) + "c"
         found = longest(session, [each for each in turns if each.said == said[: len(each.said)]])
-        assert session.parent_of(said, "") is found and session.parent_by_text(text) is found
-        assert session.parent_of(said, "tools") is None
+        assert session.parent_of(said, NOTHING) is found and session.parent_by_text(text) is found
+        assert session.parent_of(said, Telling(tools="tools")) is None
         by_tokens, added = session.parent_by_tokens(tokens)
         assert by_tokens is found and added.tolist() == tokens[found.size if found else 0 :].tolist()
     parents = {each.number for turn in turns if turn.wanted for each in session.path(turn)[:-1]}
@@ -75,7 +76,7 @@ def test_a_long_session_is_not_compared_turn_by_turn(branches: int, monkeypatch:
     own = session.tokens
     monkeypatch.setattr(session, "tokens", lambda turn: (made.append(turn), own(turn))[1])
     said = [Message(each) for each in [*last.said, Message(text="e"), Message(content="e"), Message(text="e")]]
-    assert session.parent_of(said, "") is last and Message.compared < 4 * (2 * length + branches)
+    assert session.parent_of(said, NOTHING) is last and Message.compared < 4 * (2 * length + branches)
     tokens = np.append(own(last), [101, 101, 101]).astype(np.int32)
     assert session.parent_by_tokens(tokens)[0] is last and len(made) == 1
     assert len(session._leaves()) == branches

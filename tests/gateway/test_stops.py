@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from penstock.protocols.experience import Group
+from penstock.services.gateway.conversation import Conversation
 from penstock.services.gateway.questions import ONCE
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Turn
@@ -57,10 +58,10 @@ def test_a_special_token_among_the_stops_ends_an_answer(tokenizers: dict[bool, P
 
     async def play() -> Turn:
         held = await house.desk.open(1)
-        turn = await house.desk.chat(held, SAY, None, stop=["z", "<unk>"])
+        turn = await house.desk.chat(held, Conversation(SAY), stop=["z", "<unk>"])
         while turn.stopped_by != "<unk>":
             assert unknown not in turn.answer.tokens
-            turn = await house.desk.chat(held, SAY, None, stop=["z", "<unk>"])
+            turn = await house.desk.chat(held, Conversation(SAY), stop=["z", "<unk>"])
         house.open().start(house.lease(0, new=16))
         kept = (await house.desk.find(held.id)).session.turns[turn.number]
         assert (kept.message, kept.stopped_by) == (turn.message, "<unk>")
@@ -117,7 +118,7 @@ def test_a_stopped_turn_is_gone_on_from_also_after_a_takeover(house: House) -> N
         while not text.stopped_by or not text.message["content"]:  # nothing said reads as the question before it
             text = await house.desk.completes(held, "sort ba=", stop=STOPS)(ONCE)
         while not chat.stopped_by or "text" in chat.said[0]:
-            chat = await house.desk.chat(held, SAY, None, stop=STOPS)
+            chat = await house.desk.chat(held, Conversation(SAY), stop=STOPS)
         house.open().start(house.lease(0, n=2, new=8))
         held = await house.desk.find(held.id)
         for turn in (text, chat):
@@ -126,7 +127,7 @@ def test_a_stopped_turn_is_gone_on_from_also_after_a_takeover(house: House) -> N
         spoken = "sort ba=" + text.message["content"] + text.stopped_by + "21"
         on = await house.desk.completes(held, spoken)(ONCE)
         assert on.parent == text.number and house.text.decode([on.given.tolist()]) == ["21"]
-        also = await house.desk.chat(held, [*SAY, chat.message, {"role": "user", "content": "b"}], None)
+        also = await house.desk.chat(held, Conversation([*SAY, chat.message, {"role": "user", "content": "b"}]))
         assert also.parent == chat.number
         await house.desk.finish(held.id, 1.0)
         await house.desk.finish((await house.desk.open(1)).id, 0.0)

@@ -17,6 +17,7 @@ from penstock.protocols import wire
 from penstock.protocols.experience import Group, as_bytes
 from penstock.protocols.mailbox import DeadlineError
 from penstock.services.gateway.access import WHO, Visitor
+from penstock.services.gateway.conversation import Conversation
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.questions import ONCE
 from penstock.services.gateway.session import Session, Turn
@@ -41,7 +42,7 @@ async def goes_on(house: House, held: Held, form: str, last: Turn | None) -> Tur
     """The next turn of an agent that speaks in messages, in text or in tokens."""
     if form == "chat":
         user = {"role": "user", "content": "b", "name": "x" * 2000}
-        return await house.desk.chat(held, [*(last.said if last else ()), user], None)
+        return await house.desk.chat(held, Conversation([*(last.said if last else ()), user]))
     if form == "text":
         return await house.desk.completes(held, (last.text if last else "") + "ba")(ONCE)
     return await house.desk.generate(held, np.append(held.session.tokens(last), [5, 6]).astype(np.int32))
@@ -110,9 +111,9 @@ def test_a_turn_that_a_rollout_was_at_when_its_session_ended_is_no_branch_after_
     async def play() -> None:
         house.desk.start(house.lease(0, n=2))
         held = await house.desk.open(1)
-        await house.desk.chat(held, SAY, None)
+        await house.desk.chat(held, Conversation(SAY))
         slow = late(house)
-        asking = asyncio.ensure_future(house.desk.chat(held, [{"role": "user", "content": "sort ab="}], None))
+        asking = asyncio.ensure_future(house.desk.chat(held, Conversation([{"role": "user", "content": "sort ab="}])))
         await asyncio.sleep(0.05)
         await house.desk.finish(held.id, 1.0)
         with pytest.raises(AgentError):
@@ -156,7 +157,7 @@ def test_who_waits_for_an_answer_is_told_that_the_session_has_ended(house: House
         house.desk.start(house.lease(0))
         held = await house.desk.open(1)
         late(house)
-        asking = asyncio.ensure_future(house.desk.chat(held, SAY, None))
+        asking = asyncio.ensure_future(house.desk.chat(held, Conversation(SAY)))
         await asyncio.sleep(0.05)
         await house.desk.finish(held.id, 1.0)
         with pytest.raises(AgentError) as told:
@@ -195,7 +196,7 @@ def test_a_session_that_is_being_finished_stays_finished(
     async def play() -> None:
         house.desk.start(house.lease(0))
         held = await house.desk.open(1, beats=True)
-        await house.desk.chat(held, SAY, None)
+        await house.desk.chat(held, Conversation(SAY))
         away = Away(house, monkeypatch)
         finishing = [asyncio.ensure_future(house.desk.finish(held.id, 0.5))]
         await asyncio.sleep(0.05)
@@ -225,7 +226,7 @@ def test_a_session_that_could_not_be_finished_is_its_agents_for_as_long_as_befor
     async def play() -> None:
         house.desk.start(house.lease(0))
         held = await house.desk.open(1)
-        await house.desk.chat(held, SAY, None)
+        await house.desk.chat(held, Conversation(SAY))
         with monkeypatch.context() as patched:
             away = Away(house, patched)
             finishing = asyncio.ensure_future(house.desk.finish(held.id, 1.0))

@@ -15,6 +15,8 @@ from transformers import GenerationConfig
 from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.protocols.experience import Prompt
 from penstock.protocols.messages import Lease
+from penstock.services.gateway.conversation import Conversation
+from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import canonical
 from penstock.services.turns.answers import Answer
@@ -75,6 +77,9 @@ NEWEST = """
 {%- if tools and loop.last and m.role == 'user' %}{{ tools | tojson }}{% endif -%}
 <|im_start|>{{ m.role }}:{{ m.content }}
 {%- for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>{% endfor %}"""
+TOLD = """
+{%- for m in messages %}{{ m.content }}<eos>{% endfor %}
+{%- if add_generation_prompt %}{{ 't' if enable_thinking else 'n' }}{{ level }}={% endif %}"""
 MARKS = ["<|im_start|>", "<|im_end|>", "<|call|>"]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
@@ -191,6 +196,43 @@ def twice(text: str) -> tuple[str, list[Any]]:
     return "", [Call("add", {"a": 1})] * 2
 
 
+def test_what_the_template_is_told_is_the_tasks_and_the_agents_and_tells_conversations_apart(
+    tokenizers: dict[bool, Path], model: Any
+) -> None:
+    house = House(tokenizers[True], model)
+    house.text.plain.chat_template = TOLD
+    task = {"enable_thinking": False, "level": "a"}
+    own = Prompt(index=0, messages=[{"role": "user", "content": "ab"}], chat_template_kwargs=task)
+    asked = house.lease(0).model_copy(update={"prompt": own})
+
+    async def play() -> None:
+        house.desk.start(asked)
+        held = await house.desk.open(1)
+        said: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+        plain, same, other = [
+            await house.desk.chat(held, Conversation(said, None, told))
+            for told in ({}, {"level": "a"}, {"level": "b", "enable_thinking": True})
+        ]
+        ends = [house.text.decode([turn.given.tolist()])[0][-3:] for turn in (plain, same, other)]
+        assert ends == ["na=", "na=", "tb="]
+        more = [*said, other.message, {"role": "user", "content": "b"}]
+        for told, parent in (({"level": "b", "enable_thinking": True}, other), ({"level": "b"}, None)):
+            turn = await house.desk.chat(held, Conversation(more, None, told))
+            assert turn.parent == (parent.number if parent else None)
+        before = house.desk._held[held.id].session.turns
+        with pytest.raises(AgentError, match="chat_template_kwargs.depth: the chat template does not look at it"):
+            await house.desk.chat(held, Conversation(said, None, {"depth": 1}))
+        house.open().start(asked.model_copy(update={"records": dict(house.records["train", 0])}))
+        after = (await house.desk.find(held.id)).session.turns
+        assert [turn.telling for turn in after.values()] == [turn.telling for turn in before.values()]
+        last = after[max(after)]
+        goes_on = Conversation([*last.said, said[0]], None, {"level": "b"})
+        again = await house.desk.chat(await house.desk.find(held.id), goes_on)
+        assert again.parent == last.number
+
+    house.run(play)
+
+
 @pytest.mark.parametrize("template", [MISTRAL, GPT_OSS, NAMED])
 def test_an_agent_tells_results_to_a_template_that_wants_to_know_of_calls(
     tokenizers: dict[bool, Path], model: Any, template: str
@@ -204,9 +246,9 @@ def test_an_agent_tells_results_to_a_template_that_wants_to_know_of_calls(
         house.desk.start(house.lease(0))
         held = await house.desk.open(1)
         said: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
-        first = await house.desk.chat(held, said, TOOLS)
+        first = await house.desk.chat(held, Conversation(said, TOOLS))
         results = [{"role": "tool", "tool_call_id": c["id"], "content": "b"} for c in first.message["tool_calls"]]
-        second = await house.desk.chat(held, [*said, canonical(first.message), *results], TOOLS)
+        second = await house.desk.chat(held, Conversation([*said, canonical(first.message), *results], TOOLS))
         assert second.parent == first.number
         await house.desk.finish(held.id, 1.0)
 

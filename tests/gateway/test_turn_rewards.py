@@ -21,6 +21,7 @@ from penstock.protocols.experience import Group, Trajectory, mean_by_session, se
 from penstock.protocols.mailbox import DeadlineError
 from penstock.services.gateway import measured
 from penstock.services.gateway.access import WHO, Visitor
+from penstock.services.gateway.conversation import Conversation
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.questions import ONCE
 from penstock.services.gateway.session import Session, Turn
@@ -233,7 +234,7 @@ def test_nobody_else_rewards_a_session(house: House) -> None:
     async def agent() -> None:
         WHO.set(Visitor("alice"))
         held = await house.desk.open(1)
-        await house.desk.chat(held, SAY, None)
+        await house.desk.chat(held, Conversation(SAY))
         for ended in (False, True):
             WHO.set(Visitor("bob"))
             with pytest.raises(AgentError, match="there is no session"):
@@ -250,7 +251,7 @@ def test_nobody_else_rewards_a_session(house: House) -> None:
 def test_turns_alone_may_say_how_good_a_session_was(house: House, worth: float) -> None:
     async def agent() -> None:
         held = await house.desk.open(1)
-        await house.desk.chat(held, SAY, None)
+        await house.desk.chat(held, Conversation(SAY))
         with pytest.raises(AgentError, match="this task has no other reward"):
             await house.desk.finish(held.id, None)
         await house.desk.reward(held.id, worth)
@@ -274,7 +275,7 @@ def test_where_nobody_reads_them_rewards_of_turns_are_refused(
     async def agent() -> None:
         house.desk.start(house.lease(0, source=source))
         held = await house.desk.open(1)
-        await house.desk.chat(held, SAY, None)
+        await house.desk.chat(held, Conversation(SAY))
         with pytest.raises(AgentError, match=rf"reward\.functions have no {words}"):
             await house.desk.reward(held.id, 1.0)
         with pytest.raises(AgentError, match=rf"reward\.functions have no {words}"):
@@ -285,7 +286,7 @@ def test_where_nobody_reads_them_rewards_of_turns_are_refused(
         assert [call.kwargs for call in told.calls] == [{"source": source} if source else {}]
         house.desk.start(house.lease(1, source="games"))
         held = await house.desk.open(1)
-        await house.desk.chat(held, SAY, None)
+        await house.desk.chat(held, Conversation(SAY))
         with pytest.raises(AgentError, match="this task has no other reward"):
             await house.desk.finish(held.id, None)
         await house.desk.reward(held.id, 0.5)
@@ -297,9 +298,9 @@ def test_where_nobody_reads_them_rewards_of_turns_are_refused(
 
 async def two_turns(house: House) -> tuple[str, list[Turn]]:
     held = await house.desk.open(1)
-    first = await house.desk.chat(held, SAY, None)
+    first = await house.desk.chat(held, Conversation(SAY))
     more = [*first.said, {"role": "user", "content": "ba="}]
-    return held.id, [first, await house.desk.chat(held, more, None)]
+    return held.id, [first, await house.desk.chat(held, Conversation(more))]
 
 
 @pytest.mark.parametrize("ended", [False, True])

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from penstock.services.gateway.access import Access, NamedKey
+from penstock.services.gateway.conversation import Conversation
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.fruitless import PEER, Fruitless
 from penstock.services.runtime import files
@@ -43,7 +44,7 @@ def test_who_gives_up_before_a_turn_waits_longer_each_time_and_others_do_not(
         assert await takes("sound", 5.0) < waits[2]
         PEER.set("broken")
         held = await house.desk.open(5.0)
-        await house.desk.chat(held, SAY, None)
+        await house.desk.chat(held, Conversation(SAY))
         await house.desk.abandon(held, "given up behind a turn")
         assert await takes("broken", 5.0) < waits[2], "who had a turn can do its work"
 
@@ -74,7 +75,7 @@ def test_an_agent_that_asks_for_no_turn_is_given_up_however_alive_it_says_it_is(
         held = await house.desk.open(5.0, beats)
         began = time.monotonic()
         await asyncio.sleep(0.3)
-        await house.desk.chat(held, SAY, None)
+        await house.desk.chat(held, Conversation(SAY))
         while house.desk.rows():
             house.desk.heard([held.id])
             if not beats:

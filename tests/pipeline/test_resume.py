@@ -72,6 +72,7 @@ def test_every_change_is_a_line_and_is_kept(folder: Path) -> None:
     write(folder, origin)
     kept = read(folder)
     assert kept and kept.overrides == ("gate.max_lag=1", "trainer.optimizer.lr=1.0e-4")
+    assert resumed(folder, None, ["run.name=other"])[2] == [f"kept: run.name: a run goes on where it lies, in {folder}"]
 
 
 def test_a_file_that_is_given_again_is_read_anew_under_the_old_overrides(folder: Path) -> None:

@@ -172,6 +172,17 @@ def test_only_what_the_policy_said_is_sampled_and_rewards_lie_where_turns_end(ta
         np.testing.assert_allclose(trajectory.logprobs[1:][sampled[1:]], wanted[sampled[1:]], atol=2e-4)
 
 
+def test_what_a_prompt_has_the_template_told_is_told_at_every_turn(table: Any) -> None:
+    at = table(**COUNTING, options={"turns": 3})
+    at.text.plain.chat_template = CHAT.replace("<assistant>", "{{ level }}=")
+    asked = lease()
+    own = Prompt(index=0, messages=[{"role": "user", "content": "ab"}], chat_template_kwargs={"level": "b"})
+    asked = asked.model_copy(update={"prompt": own})
+    for trajectory in group(at.play(asked)[0]).trajectories:
+        said = at.text.decode([trajectory.tokens[trajectory.loss_mask == 0].tolist()])[0]
+        assert said.count("b=") == 3, said
+
+
 def test_what_turns_measure_must_add_up(table: Any) -> None:
     at = table(environment="tests.environments.games:Measuring")
     for trajectory in group(at.play(lease())[0]).trajectories:

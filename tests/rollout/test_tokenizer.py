@@ -22,13 +22,16 @@ from penstock.pipeline.models.characters import ALPHABET
 from penstock.pipeline.models.tiny import make_tokenizer
 from penstock.pipeline.preflight.model import _encode
 from penstock.pipeline.preflight.report import Report
+from penstock.protocols.experience import Prompt
+from penstock.services.data import open_source
 from penstock.services.gateway.replies import Replies
 from penstock.services.modeling.load import load_tokenizer
 from penstock.services.reward.functions.number import number
 from penstock.services.runtime.errors import SetupError
 from penstock.services.turns.answers import Answer
+from penstock.services.turns.given import given_trajectory
 from penstock.services.turns.library_parsers import parser_of
-from penstock.services.turns.tokenizer import Tokenizer
+from penstock.services.turns.tokenizer import TextError, Tokenizer
 from penstock.services.turns.tool_calls import Call, Said
 from tests.rollout.test_stop_texts import SPECIAL, bytewise, letter, with_bytes_to_fall_back_on
 
@@ -61,6 +64,39 @@ def test_a_name_that_the_template_does_not_look_at_is_refused_before_the_run(fol
     config = Config.model_validate({"model": model, "prompts": {"train": {"type": "sort"}}})
     with pytest.raises(SetupError, match="model.chat_template_kwargs.thinking: the chat template of .* does not look"):
         _encode(config, Report())
+
+
+def test_a_prompt_may_have_it_told_more_or_otherwise_than_the_config(folder: Path) -> None:
+    text = Tokenizer(str(folder), {"enable_thinking": True})
+    own = Prompt(index=0, messages=SAY, chat_template_kwargs={"enable_thinking": False, "level": None})
+    assert text.decode([text.encode(own), text.encode(Prompt(index=0, messages=SAY))]) == ["cdea", "cdeb"]
+    told = text.telling(own.chat_template_kwargs)
+    assert told is text.telling({"enable_thinking": False}) and told.telling(own.chat_template_kwargs) is told
+    assert text.telling({}) is text and text.telling({"enable_thinking": True}) is text
+    assert text.decode([told.observe("de", True, 5)]) == ["dea"]
+    turn = [{"role": "assistant", "content": "d"}, {"role": "user", "content": "e"}]
+    given = own.model_copy(update={"answer": [*turn, {"role": "assistant", "content": "c"}]})
+    assert text.decode([given_trajectory(text, given, "all", 0, None).tokens])[0] == "cdeadeac"
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [({"messages": SAY, "chat_template_kwargs": {"thinking": 1}}, "kwargs.thinking: the chat template does not look"),
+     ({"text": "cde", "chat_template_kwargs": {"enable_thinking": 1}}, "the prompt must be messages")],
+)  # fmt: skip
+def test_what_a_prompt_has_told_in_vain_costs_it(folder: Path, given: dict[str, Any], why: str) -> None:
+    with pytest.raises(TextError, match=why):
+        Tokenizer(str(folder)).encode(Prompt(index=0, **given))
+
+
+def test_rows_that_have_a_template_told_what_it_does_not_look_at_are_named_before_the_run(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    (folder / "rows.jsonl").write_text('{"prompt": "cde", "told": {"thinking": true}}\n')
+    train = {"type": "hub", "path": "json", "files": [str(folder / "rows.jsonl")], "chat_template_kwargs_key": "told"}
+    model = {"type": "pretrained", "path": str(folder)}
+    config = Config.model_validate({"model": model, "prompts": {"train": train}})
+    with pytest.raises(SetupError, match="cannot encode row 0: .*chat_template_kwargs.thinking: .* does not look"):
+        _encode(config, Report(row=open_source(config.prompts.train)[0]))
 
 
 def configured(folder: Path, **model: object) -> Config:
