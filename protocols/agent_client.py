@@ -120,7 +120,7 @@ class _Asked:
         return m.AgentChat(
             session=self.id, request=self._line.request(), messages=[_sent(message) for message in messages],
             tools=None if tools is None else [dict(tool) for tool in tools], max_tokens=max_tokens, stop=list(stop),
-            chat_template_kwargs=dict(template or {}),
+            chat_template_kwargs=None if template is None else dict(template),
         )  # fmt: skip
 
     def _generate(self, tokens: Sequence[int] | np.ndarray, max_tokens: int | None) -> m.AgentGenerate:

@@ -92,7 +92,6 @@ RENDERING = {
     "messages",
     "conversation",
     "tools",
-    "documents",
     "tokenize",
     "add_generation_prompt",
     "continue_final_message",
@@ -103,29 +102,44 @@ RENDERING = {
     "truncation",
     "max_length",
     "tokenizer_kwargs",
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+    "additional_special_tokens",
 }
 """What a chat template is told by whoever renders it, or how its tokens are made."""
+MOST_TOLD, MOST_NAMES = 1 << 16, 64
+"""Characters of what a template may be told beside messages and tools, as JSON; and names in it."""
 
 
-def as_template_kwargs(found: Any) -> dict[str, Any]:
-    """What a chat template is told beside messages and tools: a map, or JSON of one; what is null in it is as if it
-    were not there. Raises `ValueError` for anything else."""
+def as_template_kwargs(found: Any) -> dict[str, Any] | None:
+    """What a chat template is told beside messages and tools: a map, or JSON of one, as JSON has it; what is null in it
+    is as if it were not there, and so is a map of nothing. Raises `ValueError` for anything else."""
     if isinstance(found, str):
         try:
             found = json.loads(found) if found.strip() else None
         except (ValueError, RecursionError):
-            raise ValueError(f"chat_template_kwargs are no JSON: {found[:80]}") from None
+            raise ValueError(f"it is no JSON: {found[:80]}") from None
     if found is None:
-        return {}
+        return None
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
-        raise ValueError(f'chat_template_kwargs are no map, as {{"enable_thinking": false}} is: {str(found)[:80]}')
+        raise ValueError(f'it is no map, as {{"enable_thinking": false}} is: {str(found)[:80]}')
+    if len(found) > MOST_NAMES:
+        raise ValueError(f"it has {len(found):,} names, of {MOST_NAMES} that there may be")
     if odd := sorted(RENDERING & found.keys()):
-        raise ValueError(f"chat_template_kwargs.{odd[0]} is not for a prompt to say; leave it out")
+        raise ValueError(f"{odd[0]} is not for a prompt to say; leave it out")
     try:
-        json.dumps(found, allow_nan=False)
+        words = json.dumps({name: value for name, value in found.items() if value is not None}, allow_nan=False)
+        json.dumps(found, ensure_ascii=False).encode()  # which half a character is not
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"chat_template_kwargs cannot be written as JSON: {error}") from None
-    return {name: value for name, value in found.items() if value is not None}
+        raise ValueError(f"it cannot be written as JSON: {error}") from None
+    if len(words) > MOST_TOLD:
+        raise ValueError(f"it has {len(words):,} characters, of {MOST_TOLD:,} that there may be")
+    return json.loads(words) or None
 
 
 def said(message: Mapping[str, Any]) -> str:

@@ -88,7 +88,7 @@ METRICS = frozenset(
         "critic_grad_norm", "critic_skipped", "critic_lr", "critic_accuracy", "prompts_resting", "taught_rows",
         "taught_gain", "mfu",
         "trainer_tokens_per_s", "solved_all", "solved_none", "reward_shaped", "imitated_nll", "teacher_divergence",
-        "given_nll", "given_tokens", "given_coefficient", "reward_given",
+        "given_nll", "given_tokens", "given_coefficient", "reward_given", "preferred_likelier", "preferred_margin",
     )
 )  # fmt: skip
 """Names in the row of a step, which no column and no metric of the user's own may have: columns stand there too."""

@@ -104,8 +104,9 @@ class Prompt(BaseModel):
     template. Kept as `chat.as_chat` has them."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the functions that the template tells of; an environment's own take their place. None: none."""
-    chat_template_kwargs: dict[str, Any] = {}
-    """What the template is told beside the messages, over what the run's config has it told."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """What the template is told beside the messages, over what the run's config has it told; None:
+    nothing."""
     truth: Any = None
     """Whatever the reward function compares with: text, numbers, lists and maps of them."""
     source: str = ""
@@ -113,11 +114,13 @@ class Prompt(BaseModel):
     answer: str | list[dict[str, Any]] | None = None
     """The row's own answer, for `rollout.given`: text, or, of a chat, messages that go on from it, the last of which is
     the assistant's. None: the row has none but its truth."""
+    rejected: str | list[dict[str, Any]] | None = None
+    """Another answer, of the same forms, that the row's own is preferred to, for `rollout.given.rejected`."""
     pictures: tuple[Annotated[bytes, Strict()], ...] = ()
     """What it shows, each a whole file of a common format (PNG, JPEG, WebP), in the order of the `PICTURE` marks in its
     words: as many as there are."""
 
-    @field_validator("messages", "answer", mode="before")
+    @field_validator("messages", "answer", "rejected", mode="before")
     @classmethod
     def _as_chat(cls, value: Any) -> Any:
         return as_chat(value) if isinstance(value, list) else value
@@ -228,8 +231,8 @@ class Trajectory:
     candidate_ids: np.ndarray = field(default_factory=no_candidates)
     """int32 ``[sum of candidate_counts]``: those tokens, one position after the other."""
     rewards: np.ndarray = field(default_factory=no_rewards)
-    """float32: what an environment gave, each reward on the last token of the turn that it is for; or empty, where
-    there is no environment."""
+    """float32: what an environment gave, each reward on the last token of the turn that it is for; of a given answer
+    that is preferred to a given one 1, and of that 0; or empty, where there is neither."""
     routing: np.ndarray = field(default_factory=no_routing)
     """uint8 or int16 ``[tokens, layers, experts of a token]``: where a mixture sent each token (see `routing`); or
     empty, where nothing was recorded."""

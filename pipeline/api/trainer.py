@@ -38,9 +38,9 @@ class Trainer:
 
     ``reward``: a function, or several, each with a weight of 1 (or ``{"function": …, "weight": …}``).
     ``prompts``, ``evaluation``, ``eval_given`` (rows that the loss is measured on, each with an ``answer``): rows with
-    ``prompt`` (a user's text, or messages) and ``truth``, for `rollout.given` ``answer``, ``tools`` that it tells of,
-    and ``images`` where it shows some, a `datasets.Dataset` for instance, or `penstock.Prompt`; or a function that
-    returns a sequence of the latter.
+    ``prompt`` (a user's text, or messages) and ``truth``, for `rollout.given` ``answer`` (and ``rejected``), ``tools``
+    that it tells of, ``chat_template_kwargs``, and ``images`` where it shows some, a `datasets.Dataset` for instance,
+    or `penstock.Prompt`; or a function that returns a sequence of the latter.
     ``advantage``, ``loss``, ``correction``: an algorithm's parts. ``environment``: a class with ``step(answer)``,
     or one by each source of prompts.
     ``overrides``: any other keys, e.g. ``{"trainer.steps": 50}``.

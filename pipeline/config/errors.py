@@ -20,7 +20,7 @@ MOST_MEANT = 3
 
 FILES = {"json": ("jsonl", "json"), "csv": ("csv",), "parquet": ("parquet",)}
 """What `datasets` calls files, by how their names end."""
-PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo", "cpo")
+PREFERENCES = ("kto", "orpo", "simpo", "cpo")
 """Methods that others have and that are none of ours, though some of ours have a name like theirs."""
 
 
@@ -131,7 +131,9 @@ def _files(section: Any) -> str:
 
 
 def _hint(said: str, known: list[str]) -> str:
-    return "; training from preferences is not offered" if said.lower() in PREFERENCES else hint(said, known)
+    if said.lower() in ("dpo", "ipo"):
+        return "; training from pairs is preset: dpo, with advantage: {shape: ipo} for IPO"
+    return "; of preferences there is preset: dpo alone" if said.lower() in PREFERENCES else hint(said, known)
 
 
 def _sections(data: Any, path: list[Any]) -> list[type[BaseModel]]:

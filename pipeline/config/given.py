@@ -10,21 +10,25 @@ from penstock.services.broker.config import NoFilter
 from penstock.services.trainer.algorithm_config import AlgorithmConfig
 from penstock.services.trainer.term_config import GivenLossConfig
 
-PRESET, TAUGHT = "sft", "gkd"
+PRESET, PAIRS, TAUGHT = "sft", "dpo", "gkd"
 
 
 def given_by_preset(data: dict[str, Any]) -> dict[str, Any]:
-    """``data`` of a whole config: preset `PRESET` gives every answer, and one to each prompt, where nothing else is
-    said."""
+    """``data`` of a whole config: preset `PRESET` gives every answer, and one to each prompt, and `PAIRS` one and the
+    one that it is preferred to, where nothing else is said."""
     trainer, rollout = data.get("trainer"), data.get("rollout") or {}
     algorithm = trainer.get("algorithm") if isinstance(trainer, dict) else None
-    if not isinstance(algorithm, dict) or algorithm.get("preset") != PRESET or not isinstance(rollout, dict):
+    preset = algorithm.get("preset") if isinstance(algorithm, dict) else None
+    if preset not in (PRESET, PAIRS) or not isinstance(rollout, dict):
         return data
     sampling, given = rollout.get("sampling") or {}, rollout.get("given") or {}
     if not isinstance(sampling, dict) or not isinstance(given, dict):
         return data
-    sampling = {"n": 1, **sampling}
-    given = {"answers": sampling["n"], **given}
+    if preset == PAIRS:
+        sampling, given = {"n": 2, **sampling}, {"answers": 1, "rejected": 1, **given}
+    else:
+        sampling = {"n": 1, **sampling}
+        given = {"answers": sampling["n"], **given}
     return {**data, "rollout": {**rollout, "sampling": sampling, "given": given}}
 
 
@@ -36,11 +40,13 @@ def check_given(config: Any) -> None:
             "prompts.eval_given: no engine has routed what it was not asked for; set rollout.sampling.routing_replay="
             "false, or leave prompts.eval_given out"
         )
-    answers, n = config.rollout.given.answers, config.rollout.sampling.n
-    algorithm = config.trainer.algorithm
+    _check_pairs(config)
+    given, n = config.rollout.given, config.rollout.sampling.n
+    answers, algorithm = given.count, config.trainer.algorithm
+    said = f"rollout.given.answers={given.answers}" + f" + rejected={given.rejected}" * bool(given.rejected)
     if answers > n:
         raise ValueError(
-            f"rollout.given.answers={answers} is more than rollout.sampling.n={n}, of which they are a part; set it to "
+            f"{said} is more than rollout.sampling.n={n}, of which they are a part; set it to "
             f"{n} or fewer, or take more answers a group"
         )
     if config.rollout.without_engine:
@@ -56,11 +62,11 @@ def check_given(config: Any) -> None:
             "to 1, or leave it out"
         )
     for words in _unfit(config) if answers else ():
-        raise ValueError(f"rollout.given.answers={answers}: {words}")
+        raise ValueError(f"{said}: {words}")
     if answers == n:
         for key, why in _unread(config):
             raise ValueError(
-                f"{key}: {why}, and rollout.given.answers={answers} is all of rollout.sampling.n={n}: nothing is "
+                f"{key}: {why}, and {said} is all of rollout.sampling.n={n}: nothing is "
                 "sampled for training; leave it out, or give fewer answers"
             )
         return
@@ -78,6 +84,29 @@ def check_given(config: Any) -> None:
         )
     if algorithm.subset:
         _check_subset(algorithm, n - answers)
+
+
+def _check_pairs(config: Any) -> None:
+    """Raises `ValueError` where answers are given that others are preferred to, and not these, or nobody could learn
+    from the two."""
+    given, n, algorithm = config.rollout.given, config.rollout.sampling.n, config.trainer.algorithm
+    if algorithm.preset == PAIRS and not given.rejected:
+        raise ValueError(
+            f"rollout.given.rejected: preset={PAIRS} learns from pairs of given answers; set it and rollout.given."
+            "answers to 1, or take preset=online_dpo, whose pairs are sampled"
+        )
+    if not given.rejected:
+        return
+    key = f"rollout.given.rejected={given.rejected}"
+    if not given.answers:
+        raise ValueError(f"{key}: nothing is preferred to these; set rollout.given.answers, e.g. to 1")
+    if given.count != n:
+        raise ValueError(
+            f"{key}: with rollout.given.answers={given.answers} it is {given.count} of rollout.sampling.n={n} answers, "
+            f"and beside pairs nothing is sampled; set n to {given.count}"
+        )
+    if not algorithm.given.weighed or not algorithm.advantage.beside_reference:
+        raise ValueError(f"{key}: an answer that others are preferred to would be learned; take preset={PAIRS}")
 
 
 def _check_subset(algorithm: AlgorithmConfig, sampled: int) -> None:
@@ -136,12 +165,12 @@ def _unfit(config: Any) -> Iterator[str]:
 def _unread(config: Any) -> Iterator[tuple[str, str]]:
     """By key, what is there for sampled answers alone, or cannot be where there are none."""
     algorithm, plain = config.trainer.algorithm, AlgorithmConfig()
-    taught = algorithm.given.shape == "distill"
-    if algorithm.preset not in (None, PRESET, *[TAUGHT] * taught):
+    taught, pairs = algorithm.given.shape == "distill", config.rollout.given.rejected > 0
+    if algorithm.preset not in (None, PRESET, *[TAUGHT] * taught, *[PAIRS] * pairs):
         yield "trainer.algorithm.preset", f"{algorithm.preset} learns from what the policy says"
     if not algorithm.given.coefficient:
         yield "trainer.algorithm.given.coefficient", "with 0 nothing at all is learned"
-    if algorithm.given.compared:
+    if algorithm.given.compared and not pairs:
         yield "trainer.algorithm.given.compared", "there is nothing to compare with"
     own = (
         "advantage", "loss", "correction", "reject", "ratio", "kl", "sampler_penalty", "entropy_bonus", "subset",
@@ -150,8 +179,9 @@ def _unread(config: Any) -> Iterator[tuple[str, str]]:
     )  # fmt: skip
     of_teachers = ["distill"] * taught  # as preset TAUGHT has them, and its own choices
     of_teachers += ["advantage", "loss"] * (taught and algorithm.advantage.type == "none")
+    of_pairs = ["advantage", "loss", "imitate"] * pairs
     for name in own:
-        if name not in of_teachers and getattr(algorithm, name) != getattr(plain, name):
+        if name not in (*of_teachers, *of_pairs) and getattr(algorithm, name) != getattr(plain, name):
             yield f"trainer.algorithm.{name}", "it is of what the policy says"
     if config.replay.filter != NoFilter():
         yield "replay.filter", "there are no rewards to choose groups by"

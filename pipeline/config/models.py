@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from penstock.protocols.chat import as_template_kwargs
 from penstock.protocols.versions import Dtype
 from penstock.services.runtime.settings import Section
 
@@ -63,7 +62,7 @@ class PretrainedModel(Section):
     def _is_no_template(cls, value: dict[str, Any]) -> dict[str, Any]:
         if "chat_template" in value:
             raise ValueError("chat_template is a key of its own; set model.chat_template")
-        return as_template_kwargs(value)
+        return value
 
 
 class WarmStart(Section):

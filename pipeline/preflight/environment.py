@@ -228,7 +228,7 @@ def _encode(
     if why := told_tools.other_form(form, str(tokenizer.plain.chat_template)):
         report.notes.append(f"{key}.options.tool_calls={form}: the chat template of {path} {why}")
     if tools and prompt.messages is not None:
-        _tell_result(environment, key, tokenizer, tools, report)
+        _tell_result(environment, key, tokenizer.telling(prompt.chat_template_kwargs), tools, report)
     check_length(config, [len(tokens)], report, positions_of(load_config(path)) or 1 << 30, key)
 
 

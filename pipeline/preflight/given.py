@@ -21,7 +21,7 @@ def look_at_rows(config: Config, key: str, rows: Sequence[Prompt], report: Repor
     """Adds to ``report`` where the first ``rows`` of the data at ``key`` have no answers, and are to have some."""
     if rows and (key != TRAIN or config.rollout.given.answers):
         report.given[key] = list(rows)
-        _add(key, [_lacks(key, prompt) for prompt in rows], report)
+        _add(key, [_lacks(key, prompt, _paired(config, key)) for prompt in rows], report)
     elif rows and all(prompt.truth is None and prompt.answer is not None for prompt in rows):
         report.notes.append(
             f"{key}: its rows have an answer and no truth: an answer is learned as it is where rollout.given.answers "
@@ -36,24 +36,31 @@ def look_at_tokens(config: Config, tokenizer: Tokenizer, positions: int | None, 
 
     room = longest_sequence(config.rollout.engine, positions)
     for key, rows in report.given.items():
-        why = []
+        why, paired = [], _paired(config, key)
         with_pictures = [prompt for prompt in rows if prompt.pictures]
         for prompt in rows:
-            if _lacks(key, prompt) or prompt in with_pictures[pictured:]:
+            if _lacks(key, prompt, paired) or prompt in with_pictures[pictured:]:
                 continue  # told of already, or one of many
             try:
-                given_trajectory(tokenizer, prompt, config.rollout.given.turns, 0, room)
+                for rejected in (False, True)[: 1 + paired]:
+                    given_trajectory(tokenizer, prompt, config.rollout.given.turns, 0, room, rejected=rejected)
                 why.append("")
             except Exception as error:  # a template may raise anything
                 why.append(f"row {prompt.index}: {error}")
         _add(key, why, report)
 
 
-def _lacks(key: str, prompt: Prompt) -> str:
-    """Why a row has no answer; empty: it has one."""
+def _paired(config: Config, key: str) -> bool:
+    """Each row of the data at ``key`` gives an answer, and one that it is preferred to."""
+    return key == TRAIN and config.rollout.given.rejected > 0
+
+
+def _lacks(key: str, prompt: Prompt, paired: bool) -> str:
+    """Why a row has no answer, or, of a pair, no other one; empty: it has."""
     answer = own_answer(prompt)
     if is_answer(answer):
-        return ""
+        other = "" if is_answer(prompt.rejected) else f"{key}.rejected_key names its column"
+        return f"row {prompt.index}: it has no answer that its own is preferred to: {other}" if paired and other else ""
     found = not_answer(answer)
     return f"row {prompt.index}: its answer is {found}, not text or messages: {key}.answer_key names its column"
 

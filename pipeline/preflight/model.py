@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.config import Config, PretrainedModel
-from penstock.pipeline.preflight import given, told_tools
+from penstock.pipeline.preflight import given, told_beside, told_tools
 from penstock.pipeline.preflight.critics_model import check_critic
 from penstock.pipeline.preflight.data import ROWS, check_length
 from penstock.pipeline.preflight.own_code import check_own_code
@@ -283,6 +283,7 @@ def _check_stop_ids(config: Config, path: str, vocabulary: int) -> None:
 
 def _encode(config: Config, report: Report) -> None:
     """The first rows as tokens: the tokenizer and its chat template work, and there is room for an answer."""
+    from penstock.services.data.mixture import Mixture
     from penstock.services.modeling.lengths import positions_of
     from penstock.services.modeling.load import load_config
     from penstock.services.turns.tokenizer import TextError, Tokenizer
@@ -296,11 +297,7 @@ def _encode(config: Config, report: Report) -> None:
         except Exception as error:  # a template may raise anything
             why = f"{type(error).__name__}: {error}"
             raise SetupError(f"model.chat_template: a chat cannot be told by it: {why}") from error
-    if odd := tokenizer.unread():
-        raise SetupError(
-            f"model.chat_template_kwargs.{odd[0]}: the chat template of {config.model.path} does not look at "
-            "it; mend its name, take it out, or, to evaluate another kind of model, give model.chat_template_kwargs={}"
-        )
+    told_beside.check(config, config.model.path, tokenizer)
     _check_stop_ids(config, config.model.path, model.get_text_config().vocab_size)
     sampling = config.rollout.sampling
     if not (tokenizer.stop_ids or sampling.stop or sampling.stop_token_ids):
@@ -315,7 +312,8 @@ def _encode(config: Config, report: Report) -> None:
     sizes: list[int] = []
     source, rows = open_source(config.prompts.train), list[Prompt]()
     unseen: list[str] = []
-    for index in range(min(ROWS, len(source))):
+    of_each = source.one_of_each() if isinstance(source, Mixture) else []
+    for index in dict.fromkeys([*range(min(ROWS, len(source))), *of_each]):
         try:
             prompt = source[index]
         except DataError:

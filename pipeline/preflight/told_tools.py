@@ -47,7 +47,8 @@ def look_at_rows(path: str, tokenizer: Tokenizer, rows: Sequence[Prompt], report
         silent = bool(prompt.tools) and np.array_equal(
             tokenizer.encode(prompt), tokenizer.encode(prompt.model_copy(update={"tools": None}))
         )
-        lost = next((name for message in _calls(prompt) if (name := tokenizer.lost_call(message, prompt.tools))), "")
+        text = tokenizer.telling(prompt.chat_template_kwargs)
+        lost = next((name for message in _calls(prompt) if (name := text.lost_call(message, prompt.tools))), "")
         if silent or lost:
             what = "its tools" if silent else f"the call of {lost} in its conversation"
             report.problems.append(

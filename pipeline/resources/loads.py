@@ -33,7 +33,7 @@ def half_of_the_longest(config: Config) -> int:
 def load_of(config: Config, response: float, prompt: float = PROMPT) -> Load:
     """A step's, with responses of so many tokens, given ones too, to prompts of so many."""
     each = config.gate.groups_per_step * max(1.0, response)
-    given = config.rollout.given.answers * each
+    given = config.rollout.given.count * each
     group = config.sampling.trajectories
     tokens, length = group * each, float(prompt + response)
     return Load(tokens, length, float(prompt), given, group, config.reference_in_trainer)

@@ -41,7 +41,7 @@ def evaluate(console: Console, checkpoint: str, file: Path, overrides: list[str]
     own = as_overrides({"model": model, "trainer.lora": _adapter(about, path), "trainer.steps": 0})
     own += [NOTHING_LEARNED, "reference.refresh_every=0", "reference.mix=1"]
     own += ["replay.filter=none", "replay.archive=none"]
-    own += ["rollout.given.answers=0", "trainer.freeze=[]", "trainer.train_towers=false"]
+    own += ["rollout.given={}", "trainer.freeze=[]", "trainer.train_towers=false"]
     own += ["prompts.eval_given=null", "prompts.best_by=null"]
     if getattr(config.rollout.engine, "adapter", "merged") != "merged":
         own.append("rollout.engine.adapter=merged")  # what is published is whole

@@ -87,7 +87,7 @@ class World:
         self.clock = Clock(costs.cores)
         engine = config.rollout.engine
         self._n, self._longest = config.sampling.trajectories, longest_response(config)
-        self._given = config.rollout.given.answers
+        self._given = config.rollout.given.count
         # Which source a prompt is from is not known here: each is judged by all, which takes longest.
         columns = [column.model_copy(update={"sources": ()}) for column in config.columns.scored]
         gate = Gate(config.gate.groups_per_step, config.gate.window, config.gate.max_lag)

@@ -156,7 +156,7 @@ class AgentChat(Message):
     """The same where it is asked again."""
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] | None = None
     """What the chat template is told beside them, over what the run and the task say."""
     max_tokens: int | None = None
     stop: list[str] = []

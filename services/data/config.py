@@ -11,6 +11,10 @@ from penstock.services.data.template import a_template
 from penstock.services.runtime.settings import Section
 
 
+def _template_kwargs(value: dict[str, Any]) -> dict[str, Any]:
+    return as_template_kwargs(value) or {}
+
+
 class SortData(Section):
     """Procedural: ``sort hgbaf=`` is answered by ``abfgh``."""
 
@@ -57,6 +61,9 @@ class HubData(Section):
     """Column of the row's own answer, for `rollout.given`, e.g. ``solution``: text, or a list of chat messages that go
     on from the prompt. The same as `prompt_key`: that column has whole conversations, of which the assistant's last
     message is the answer. null: none but the truth."""
+    rejected_key: str | None = None
+    """Column of an answer that the row's own is preferred to, for `rollout.given.rejected`, e.g. ``rejected``: text or
+    messages, as `answer_key` has them; where that is `prompt_key`, a whole conversation too. null: none."""
     images_key: str | None = None
     """Column of the pictures that the prompt shows, e.g. ``images``: one or a list of them, each an image of a
     dataset, or the path of a file. ``<image>`` in the prompt's words is where each stands; without, they stand before
@@ -87,7 +94,7 @@ class HubData(Section):
     """Use so many rows from the start, e.g. ``1000``; null: all."""
 
     _around = field_validator("template")(a_template)
-    _told = field_validator("chat_template_kwargs")(as_template_kwargs)
+    _told = field_validator("chat_template_kwargs")(_template_kwargs)
 
     @model_validator(mode="after")
     def _some_size_is_left(self) -> HubData:
@@ -120,7 +127,7 @@ class ReasoningGymData(Section):
     """What the chat template is told beside each question, over `model.chat_template_kwargs`, e.g.
     ``{enable_thinking: false}`` for Qwen 3's."""
 
-    _told = field_validator("chat_template_kwargs")(as_template_kwargs)
+    _told = field_validator("chat_template_kwargs")(_template_kwargs)
 
 
 class CustomData(Section):
@@ -141,7 +148,7 @@ class CustomData(Section):
     """Its prompts show pictures (``Prompt.pictures``), e.g. ``true``: engines must know before the first comes."""
 
     _around = field_validator("template")(a_template)
-    _told = field_validator("chat_template_kwargs")(as_template_kwargs)
+    _told = field_validator("chat_template_kwargs")(_template_kwargs)
 
 
 class NumbersData(Section):

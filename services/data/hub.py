@@ -24,8 +24,10 @@ from penstock.services.runtime.user_folders import find_files, folders
 
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 """Of local files, by the ending of their names."""
-OTHERS = ("source_key", "answer_key", "images_key", "tools_key", "chat_template_kwargs_key")
+OTHERS = ("source_key", "answer_key", "rejected_key", "images_key", "tools_key", "chat_template_kwargs_key")
 """What names a column, beside the prompt's and the truth's."""
+NAMED = (("answer",), ("rejected",), ("chat_template_kwargs",))
+"""Of a prompt, what an error is told with the name of."""
 
 
 class HubSource(PromptSource):
@@ -74,29 +76,42 @@ class HubSource(PromptSource):
         truth = self._truth(row) if self._config.truth_key else row
         if truth is None:
             raise DataError(f"row {index}: {self._config.truth_key!r} is missing or null, so no reward can judge it")
-        content, key = self._chat(row[self._config.prompt_key]), self._config.answer_key
-        answer = self._chat(row[key]) if key else None
-        if key and isinstance(self._rows, CsvRows):  # an answer of digits is text, whatever a reward is handed
-            answer = self._rows.text(place, key)
-        if key == self._config.prompt_key:
+        content, whole = self._chat(row[self._config.prompt_key]), self._config.answer_key == self._config.prompt_key
+        answer, rejected = (self._answer(index, row, option) for option in ("answer_key", "rejected_key"))
+        if whole:
             content, answer = _parted(index, content)
-        elif key and answer is None:
-            raise DataError(f"row {index}: {key!r} is missing or null, so there is no answer to give (answer_key)")
-        elif key and not isinstance(answer, str | list):
-            words = f"{key!r} (answer_key) is {kind_of(answer)}, not text or a list of messages; write it as text"
-            raise DataError(f"row {index}: {words}: {str(answer)[:80]}")
+            if rejected is not None:
+                other, rejected = _parted(index, rejected)
+                if other != content:
+                    raise DataError(f"row {index}: its two conversations (answer_key, rejected_key) begin otherwise")
         where, sizes = f"row {index}: {self._config.images_key}", (self._config.min_pixels, self._config.max_pixels)
         pictures = fitted(read_pictures(images, self._beside, where), *sizes, where)
         tools = self._chat(row[self._config.tools_key]) if self._config.tools_key else None
-        own = row[self._config.chat_template_kwargs_key] if self._config.chat_template_kwargs_key else None
+        own = self._chat(row[self._config.chat_template_kwargs_key]) if self._config.chat_template_kwargs_key else None
         prompt = make_prompt(
-            index, content, truth, self._config.chat, self._config.system, answer, pictures, tools, own
+            index, content, truth, self._config.chat, self._config.system, answer, pictures, tools, own, rejected
         )  # fmt: skip
         if self._config.source_key:
             prompt = prompt.model_copy(update={"source": _named(index, self._config.source_key, row)})
         if self._config.images_key:
             not_blind(prompt, f"{self._config.images_key!r} has no picture")
         return telling(with_template(prompt, self._config.template), self._config.chat_template_kwargs)
+
+    def _answer(self, index: int, row: dict[str, Any], option: str) -> Any:
+        """Of the column that the config's ``option`` names; None: it names none. Raises `DataError` where that has
+        none."""
+        key: str | None = getattr(self._config, option)
+        if not key:
+            return None
+        found = self._chat(row[key])
+        if isinstance(self._rows, CsvRows):  # an answer of digits is text, whatever a reward is handed
+            found = self._rows.text(self._places[index], key)
+        if found is None:
+            raise DataError(f"row {index}: {key!r} is missing or null, so there is no answer to give ({option})")
+        if not isinstance(found, str | list):
+            words = f"{key!r} ({option}) is {kind_of(found)}, not text or a list of messages; write it as text"
+            raise DataError(f"row {index}: {words}: {str(found)[:80]}")
+        return found
 
     def _chat(self, found: Any) -> Any:
         """Of messages or tools, what the row has said: a table has in each map every key that any row has, and null."""
@@ -134,15 +149,16 @@ def not_blind(prompt: Prompt, lacks: str) -> Prompt:
 
 def make_prompt(
     index: int, content: Any, truth: Any, chat: bool, system: str | None, answer: Any = None,
-    pictures: tuple[bytes, ...] = (), tools: Any = None, told: Any = None,
+    pictures: tuple[bytes, ...] = (), tools: Any = None, told: Any = None, rejected: Any = None,
 ) -> Prompt:  # fmt: skip
     """A prompt from text or from a list of chat messages, and so its own ``answer``, where it has one; which shows
     ``pictures``, before its words where these do not say where, and tells of ``tools``, a list or JSON of one;
-    ``told``: what the chat template is told beside them, a map or JSON of one. Raises `DataError` for anything
-    else."""
-    if answer is not None and not isinstance(answer, str | list):
-        raise DataError(f"row {index}: the answer is neither text nor a list of messages: {str(answer)[:80]!r}")
-    own = {"truth": truth, "pictures": pictures, "tools": tools, "chat_template_kwargs": told}
+    ``told``: what the chat template is told beside them, a map or JSON of one; ``rejected``: an answer that its own is
+    preferred to. Raises `DataError` for anything else."""
+    for name, given in (("answer", answer), ("rejected", rejected)):
+        if given is not None and not isinstance(given, str | list):
+            raise DataError(f"row {index}: {name} is neither text nor a list of messages: {str(given)[:80]!r}")
+    own = {"truth": truth, "rejected": rejected, "pictures": pictures, "tools": tools, "chat_template_kwargs": told}
     if isinstance(content, str):
         if not content:
             raise DataError(f"row {index}: the prompt is empty")
@@ -172,7 +188,7 @@ def _prompt(index: int, answer: str | list[Any] | None, **said: Any) -> Prompt:
         return Prompt(index=index, answer=answer, **said)
     except ValidationError as error:
         first = error.errors()[0]
-        where = "its answer: " if first["loc"][:1] == ("answer",) else ""
+        where = f"its {first['loc'][0]}: " if first["loc"][:1] in NAMED else ""
         raise DataError(f"row {index}: {where}{first['msg'].removeprefix('Value error, ')}") from None
 
 

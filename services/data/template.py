@@ -58,4 +58,4 @@ def telling(prompt: Prompt, template: Mapping[str, Any]) -> Prompt:
     """
     if not template:
         return prompt
-    return prompt.model_copy(update={"chat_template_kwargs": {**template, **prompt.chat_template_kwargs}})
+    return prompt.model_copy(update={"chat_template_kwargs": {**template, **(prompt.chat_template_kwargs or {})}})

@@ -16,14 +16,15 @@ from penstock.services.data.hub import make_prompt, not_blind, without_nulls
 from penstock.services.data.pictures import read_pictures
 from penstock.services.data.source import PromptSource
 
-TOLD = "chat_template_kwargs"
-READ = ("prompt", "truth", "answer", "images", "image", "tools", TOLD)
+OWN = ("answer", "rejected", "tools", "chat_template_kwargs")
+"""Columns that a row need not have."""
+READ = ("prompt", "truth", *OWN, "images", "image")
 """Columns of a row."""
 
 
 def line(row: Mapping[str, Any] | Prompt, table: bool = False) -> str:
-    """A prompt as it is, or a row with ``prompt`` (text of a user, or messages) and perhaps ``truth``, ``answer``,
-    ``tools``, ``chat_template_kwargs`` and ``images`` (or ``image``), as JSON; NaN, a gap in a table, is none. Of a
+    """A prompt as it is, or a row with ``prompt`` (text of a user, or messages) and perhaps ``truth``,
+    ``images`` (or ``image``) and what `OWN` names, as JSON; NaN, a gap in a table, is none. Of a
     ``table``, a `datasets.Dataset` or polars' own, nulls that it has put into messages and tools are left out. Raises
     `KeyError` where it has no prompt, `TypeError` for what JSON has not and for columns that nobody reads beside a
     missing truth, and `DataError` for images that are none."""
@@ -31,8 +32,8 @@ def line(row: Mapping[str, Any] | Prompt, table: bool = False) -> str:
         return json.dumps({**row.model_dump(), "pictures": _as_text(row.pictures)}) + "\n"
     row = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()}
     if table:
-        row |= {name: without_nulls(row[name]) for name in ("prompt", "answer", "tools") if name in row}
-    own = {name: row[name] for name in ("answer", "tools", TOLD) if row.get(name) is not None}
+        row |= {name: without_nulls(row[name]) for name in ("prompt", *OWN) if name in row}
+    own = {name: row[name] for name in OWN if row.get(name) is not None}
     images = row.get("images", row.get("image"))
     if images is not None:
         own["images"] = _as_text(read_pictures(images, [], "images"))
@@ -80,7 +81,8 @@ class Written(PromptSource):
         row = json.loads(self._lines[index])
         if "prompt" in row:
             pictures = _as_files(row.get("images", ()))
-            answer, tools, told = row.get("answer"), row.get("tools"), row.get(TOLD)
-            prompt = make_prompt(index, row["prompt"], row["truth"], True, None, answer, pictures, tools, told)
+            answer, rejected, tools, told = map(row.get, OWN)
+            about = answer, pictures, tools, told, rejected
+            prompt = make_prompt(index, row["prompt"], row["truth"], True, None, *about)
             return not_blind(prompt, "it has no images")
         return Prompt.model_validate({**row, "pictures": _as_files(row.get("pictures", ()))})

@@ -57,11 +57,11 @@ class EnvironmentPool:
 
     def step(
         self, session: int, answer: str, answered: Answered, finish: Finish = "stop", thinking: bool = False,
-        marked: str = "",
+        marked: str = "", before: str = "",
     ) -> None:  # fmt: skip
         """Tells it what the policy said, and how that ended; ``thinking``: the template had begun a thought;
-        ``marked``: the same with special tokens, where these are read."""
-        told = {"answer": answer, "finish_reason": finish, "thinking": thinking, "marked": marked}
+        ``marked``: the same with special tokens, and ``before`` what stands before it, where these are read."""
+        told = {"answer": answer, "finish_reason": finish, "thinking": thinking, "marked": marked, "before": before}
         self._ask("step", session, told, answered)
 
     def finish(self, session: int, answered: Answered) -> None:

@@ -18,7 +18,7 @@ LOST = "lost"
 """The answer to a step of a session that this process does not know: it is not the one that the session began in."""
 
 
-TOLD = ("finish_reason", "thinking", "marked")
+TOLD = ("finish_reason", "thinking", "marked", "before")
 """What a step is told beside the answer, where it has parameters of these names."""
 
 

@@ -76,9 +76,11 @@ class Tools:
         self._task = prompt
         return await self._object.reset(prompt) if self._object else None
 
-    async def step(self, answer: str, thinking: bool = False, finish_reason: Finish = "stop", marked: str = "") -> Turn:
+    async def step(
+        self, answer: str, thinking: bool = False, finish_reason: Finish = "stop", marked: str = "", before: str = ""
+    ) -> Turn:
         """See docs/environments.md."""
-        calls = self._calls(Said(answer, marked, "", thinking, finish_reason == "length"))
+        calls = self._calls(Said(answer, marked, "", thinking, finish_reason == "length", before))
         if not calls:
             return Turn(reward=await self.finish() or 0.0, done=True)
         config = self._box.config

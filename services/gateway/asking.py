@@ -88,7 +88,7 @@ Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)]
 """Texts that end an answer. An empty one would end it before it begins."""
 
 
-TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(as_template_kwargs)]
+TemplateKwargs = Annotated[dict[str, Any] | None, BeforeValidator(as_template_kwargs)]
 """What the chat template is told of this request, over what the run and the task say; null: nothing."""
 
 

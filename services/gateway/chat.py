@@ -33,7 +33,7 @@ class ChatRequest(Several):
     modalities: list[str] | None = None
     audio: Never = None
     web_search_options: Never = None
-    chat_template_kwargs: TemplateKwargs = {}
+    chat_template_kwargs: TemplateKwargs = None
 
     @field_validator("modalities")
     @classmethod

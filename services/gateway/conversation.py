@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from penstock.protocols.experience import Prompt
+from penstock.services.turns.tokenizer import Tokenizer
 
 
 class Telling(NamedTuple):
@@ -15,6 +16,11 @@ class Telling(NamedTuple):
     tools: str = ""
     template: str = ""
     """What the chat template is told, over what the run says."""
+
+    @property
+    def named(self) -> list[str]:
+        """By which requests are told apart, also by a gateway of older code, which knew of tools alone."""
+        return [self.tools, *[self.template] * bool(self.template)]
 
 
 NOTHING = Telling()
@@ -25,11 +31,12 @@ class Conversation(NamedTuple):
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
-    template: Mapping[str, Any] = {}
+    template: Mapping[str, Any] | None = None
 
-    def about(self, task: Prompt) -> Conversation:
-        """With what the ``task`` of its session has the chat template told, where the agent does not say it."""
-        return self._replace(template={**task.chat_template_kwargs, **self.template})
+    def about(self, task: Prompt, text: Tokenizer) -> Conversation:
+        """With what the ``task`` of its session has the chat template told, where the agent does not say it, and
+        without what the run has it told, by its ``text``."""
+        return self._replace(template=text.added({**(task.chat_template_kwargs or {}), **(self.template or {})}))
 
     @property
     def telling(self) -> Telling:

@@ -226,11 +226,11 @@ class Desk:
     ) -> Ask:
         """As `chat`, for several answers. Without ``calls`` nothing that they say asks for a tool."""
         said, spliced, telling = self._spliced(held, conversation)
-        about = json.dumps([said, *telling, max_tokens, list(stop), calls], sort_keys=True)
+        about = json.dumps([said, *telling.named, max_tokens, list(stop)] + ["none"] * (not calls), sort_keys=True)
         return lambda asked: self._once(held, asked, about, spliced, telling, max_tokens, stop, calls)
 
     def _spliced(self, held: Held, conversation: Conversation) -> tuple[Said, Spliced, Telling]:
-        whole = conversation.about(held.work.lease.prompt)
+        whole = conversation.about(held.work.lease.prompt, self._text)
         return *self._policy.spliced(held.session, whole, telling := whole.telling), telling
 
     def count(self, held: Held, conversation: Conversation) -> int:

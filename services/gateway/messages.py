@@ -106,7 +106,7 @@ class CountRequest(Body):
     messages: Listed[Said] = Field(min_length=1)
     system: Content | None = None
     tools: Listed[Tool] | None = None
-    chat_template_kwargs: TemplateKwargs = {}
+    chat_template_kwargs: TemplateKwargs = None
     thread: Any = None
     compaction: Never = None
     mcp_servers: Never = None

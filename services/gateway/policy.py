@@ -75,7 +75,7 @@ class Policy:
         try:
             words = json.dumps([_words(each) for each in added], ensure_ascii=False)
             self._check_size(words, "" if parent else telling.tools + telling.template)
-            text = self._text.telling(asked.template)
+            text = self._told(asked)
             if parent is None:
                 given = text.encode_chat(said, asked.tools, pictures)
             else:
@@ -86,6 +86,13 @@ class Policy:
             raise
         except Exception as error:  # a template may raise anything, and what is nested too deep is not written out
             raise AgentError(400, "invalid_messages", f"the messages cannot be told to the model: {error}") from error
+
+    def _told(self, asked: Conversation) -> Tokenizer:
+        """By which it is told. Raises `AgentError`."""
+        try:
+            return self._text.telling(asked.template)
+        except TextError as error:
+            raise AgentError(400, "invalid_messages", str(error)) from error
 
     def written_on(self, session: Session, text: str) -> Spliced:
         """As `spliced`, of an agent that goes on from its own text and from what was answered to it."""

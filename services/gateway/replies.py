@@ -48,9 +48,9 @@ class Replies:
         thinking = (apart or bool(tools)) and given is not None and self._text.begins_thought(given)
         before = behind_thoughts(content, thinking)[0] if apart else ""
         if tools:
-            content, calls = self._parser(
-                Said(content, self._text.decode_marked(tokens), tools, thinking, answer.finish == "length")
-            )
+            before_it = "" if given is None else self._text.decode_whole(given)
+            marked, cut = self._text.decode_marked(tokens), answer.finish == "length"
+            content, calls = self._parser(Said(content, marked, tools, thinking, cut, before_it))
         stop = min((each for each in stops if each in content), key=content.index, default="")
         content = content.partition(stop)[0] if stop else content
         message: dict[str, Any] = {"role": "assistant", "content": content}

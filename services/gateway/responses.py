@@ -37,7 +37,7 @@ class ResponsesRequest(Body):
     """The system's message; takes the place of the one that a ``previous_response_id`` brings along."""
     previous_response_id: str | None = None
     tools: Listed[dict[str, Any]] | None = None
-    chat_template_kwargs: TemplateKwargs = {}
+    chat_template_kwargs: TemplateKwargs = None
     max_output_tokens: int | None = Field(None, ge=1)
     include: Listed[str] | None = None
     text: dict[str, Any] | None = None

@@ -147,13 +147,20 @@ def open_batch(
         prompts=tuple(group.prompt for _, group in groups for _ in group.trajectories),
         tops={name: _tops(ids, logs, groups) for name, (ids, logs) in table.tops.items()},
     )
-    step.values.setdefault(REWARD, np.full(len(trajectories), np.nan, np.float32))  # where nobody asks for one
+    step.values.setdefault(REWARD, of_pairs(trajectories))  # where nobody asks for one
     of_tokens = {table.by_name[name]: weight for name, weight in terms.items() if per[name] == "token"}
     step = _without_greedy(_with_placed(step, of_tokens))
     lags = step.lags(batch.step)
     if lags.size and not 0 <= lags.min() <= lags.max() <= batch.max_lag:
         raise BatchError(f"step {batch.step}: lags from {lags.min()} to {lags.max()}, bound {batch.max_lag}")
     return step
+
+
+def of_pairs(trajectories: list[Trajectory]) -> np.ndarray:
+    """float32 ``[trajectories]``: what given ones are worth of which one is preferred to another; NaN of all others."""
+    pairs = [trajectory.given and trajectory.rewards.size > 0 for trajectory in trajectories]
+    worth = [t.rewards.sum() if paired else np.nan for t, paired in zip(trajectories, pairs, strict=True)]
+    return np.array(worth, np.float32)
 
 
 def _with_placed(step: TrainingBatch, terms: dict[Column, float]) -> TrainingBatch:

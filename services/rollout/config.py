@@ -190,9 +190,17 @@ class GivenConfig(Section):
 
     answers: int = Field(0, ge=0)
     """So many of a group's `rollout.sampling.n` answers are the row's own, e.g. ``1``; 0: all are sampled."""
+    rejected: int = Field(0, ge=0)
+    """And so many the answer that the row's own is preferred to, in the column that the data source's `rejected_key`
+    names, e.g. ``1``, as `trainer.algorithm.preset: dpo` has it."""
     turns: Literal["all", "last"] = "all"
     """Of a conversation ``all`` messages of the assistant's are learned, those in the prompt too; or the ``last``
     alone, e.g. where a prompt shows examples."""
+
+    @property
+    def count(self) -> int:
+        """Of a group's answers."""
+        return self.answers + self.rejected
 
 
 class SamplingConfig(Section):
@@ -296,7 +304,7 @@ class RolloutConfig(Section):
     @property
     def all_given(self) -> bool:
         """Nothing is sampled for training."""
-        return 0 < self.sampling.n <= self.given.answers
+        return 0 < self.sampling.n <= self.given.count
 
     @property
     def without_engine(self) -> bool:

@@ -151,9 +151,11 @@ class MultiTurn:
         session.parts.append(result)
         session.answered = len(session.pictures)
         tokens = result.tokens.tolist()
-        answer, marked = self._text.decode([tokens])[0], self._text.decode_marked(tokens) if self._marks else ""
+        answer, given = self._text.decode([tokens])[0], session.parts[-2]
+        assert isinstance(given, np.ndarray)
+        marks = (self._text.decode_marked(tokens), self._text.decode_whole(given)) if self._marks else ("", "")
         heard = self._hear(session, "step")
-        self._pool.step(session.number, answer, heard, result.finish, self._thought(session), marked)
+        self._pool.step(session.number, answer, heard, result.finish, self._thought(session), *marks)
         return None
 
     def heard(self, event: object) -> Made | None:

@@ -11,7 +11,7 @@ from penstock.protocols.messages import Lease
 from penstock.services.rollout.config import GivenConfig
 from penstock.services.rollout.engines.base import Completion, Engine, Refusal, Request, RequestError
 from penstock.services.rollout.group_maker import Made, handle_of
-from penstock.services.turns.given import given_trajectory
+from penstock.services.turns.given import given_trajectory, preferred
 from penstock.services.turns.joining import join
 from penstock.services.turns.streams import stream_of
 from penstock.services.turns.tokenizer import Tokenizer
@@ -76,12 +76,16 @@ class SingleTurn:
         return room
 
     def _given_to(self, lease: Lease) -> list[Trajectory]:
-        """All the same: each is as much of the group as another answer."""
-        if lease.purpose == "eval" or not self._given.answers:
-            return []
-        counted = lease.sampling.candidates
-        one = given_trajectory(self._text, lease.prompt, self._given.turns, lease.version, self._max_length, counted)
-        return [one] * self._given.answers
+        """Of each kind all the same: one is as much of the group as another answer."""
+        config, found = self._given, list[Trajectory]()
+        if lease.purpose == "eval":
+            return found
+        for rejected, count in ((False, config.answers), (True, config.rejected)):
+            if count:
+                about = config.turns, lease.version, self._max_length, lease.sampling.candidates
+                one = given_trajectory(self._text, lease.prompt, *about, rejected)
+                found += [one if not config.rejected else preferred(one, not rejected)] * count
+        return found
 
     def has(self, lease: Lease) -> bool:
         """See `GroupMaker.has`."""

@@ -326,6 +326,7 @@ class BesideReference(Choice):
 
     least_n = 2
     by_token = True
+    beside_reference = True
     given = (POLICY, SCORES, SESSIONS)
 
     @property

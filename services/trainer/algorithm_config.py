@@ -247,7 +247,8 @@ class AlgorithmConfig(Section):
                 "given.compared: with advantage=none no answer is worth more than another; set it to false, with "
                 "given.shape=nll, or take an advantage, e.g. grpo"
             )
-        if self.given.compared and (self.advantage.by_token or self.advantage.given or self.kl.in_reward):
+        reads = (self.advantage.by_token or self.advantage.given) and not self.advantage.beside_reference
+        if self.given.compared and (reads or self.kl.in_reward):
             why = "kl.place=reward" if self.kl.in_reward else f"advantage={kind}"
             raise ValueError(
                 f"given.compared: {why} reads what the policy said of each token, and of a given answer it said "

@@ -25,6 +25,9 @@ class Traits(Section):
     """Of an advantage: an answer is worth what it is beside others of its group."""
     equal_teach: ClassVar[bool] = False
     """Of one that compares: a group whose rewards are all equal may teach something nevertheless."""
+    beside_reference: ClassVar[bool] = False
+    """Of an advantage: it compares whole answers by how much likelier the policy finds them than the reference does,
+    whoever has said them."""
     whitens: ClassVar[bool] = False
     """Of an advantage: its mean over all sampled tokens of a step is 0, and their deviation 1."""
     aggregation: ClassVar[Aggregation] = "token-mean"

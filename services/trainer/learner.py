@@ -18,6 +18,7 @@ from penstock.protocols.columns import (
     LAGS,
     PICKED,
     POLICY,
+    REFERENCE,
     SAMPLED,
     SQUARES,
     TAUGHT,
@@ -41,6 +42,7 @@ from penstock.services.modeling.taught import Taught
 from penstock.services.modeling.token_statistics import Statistic
 from penstock.services.runtime import health
 from penstock.services.trainer.advantage_columns import advantage_columns
+from penstock.services.trainer.algorithms.advantages.online_dpo import preferred
 from penstock.services.trainer.algorithms.compose import SUMMED, Algorithm, Part
 from penstock.services.trainer.algorithms.totals import Totals
 from penstock.services.trainer.by_lag import ByLag
@@ -145,7 +147,7 @@ class Learner(ModelLearner):
         token_values = {name: [values[i] for i in chosen] for name, values in step.token_values.items()}
         given, sizes = step.given[chosen], np.array([t.sampled for t in trajectories], np.int64)
         sampled = np.where(given, 0, sizes)
-        values, good = self._values(step, chosen, sampled)
+        values, good = self._values(step, chosen, sizes if self._config.algorithm.given.as_sampled else sampled)
         tops = {name: [step.tops[name][i] for i in chosen] for name in self.algorithm.teachers}
         answers, teaches_given = np.where(given, sizes, 0), self._config.algorithm.given.shape == "distill"
         totals = Totals.of(sampled, answers, step.sessions[chosen], good, tops.values(), teaches_given)
@@ -187,14 +189,14 @@ class Learner(ModelLearner):
         return self._backward(plan, parts, totals, lags, judged, first or before is not None)
 
     def _values(
-        self, step: TrainingBatch, chosen: np.ndarray, sampled: np.ndarray
+        self, step: TrainingBatch, chosen: np.ndarray, sizes: np.ndarray
     ) -> tuple[dict[str, torch.Tensor], float]:
-        """Columns of a number for each ``chosen`` trajectory, of which so many tokens were ``sampled``, where it is
-        computed; and how many of these are of good ones."""
+        """Columns of a number for each ``chosen`` trajectory, where it is computed; and how many tokens are of good
+        ones, which may be imitated in so many each (``sizes``)."""
         found, good = {name: values[chosen] for name, values in step.values.items()}, 0.0
         if GOOD in self.algorithm.columns:
             found[GOOD] = (step.rewards[chosen] >= self._config.algorithm.imitate.above).astype(np.float32)
-            good = float(found[GOOD] @ sampled)
+            good = float(found[GOOD] @ sizes)
         return {name: to_device(torch.from_numpy(values), self.device) for name, values in found.items()}, good
 
     def _stated(
@@ -270,7 +272,7 @@ class Learner(ModelLearner):
         learned = step.rewarded & self._compared(step)
         if self._config.algorithm.truncated == "mask":
             learned = learned & np.array([t.finish != "length" for t in step.trajectories], bool)
-        return learned if self._config.algorithm.given.shape == "luffy" else learned | step.given
+        return learned if self._config.algorithm.given.weighed else learned | step.given
 
     def _compared(self, step: TrainingBatch) -> np.ndarray:
         """bool ``[trajectories]``: those that are not left out of their group."""
@@ -298,9 +300,11 @@ class Learner(ModelLearner):
         if self._config.algorithm.weighs_policy:
             policy_columns, taught = self._policy_columns(step, rewarded, mask, columns[SAMPLED])
             columns, metrics = columns | policy_columns, metrics | taught
+        if self._config.algorithm.advantage.type == "online_dpo":
+            metrics |= preferred(mask, groups, columns[REFERENCE], columns[POLICY], rewards.scores, sessions)
         if self._config.algorithm.teacher_advantage:
             metrics["teacher_kl"] = self.algorithm.teacher_kl(columns, mask)
-        weighed = self._learned(step) & ~(step.given & (self._config.algorithm.given.shape != "luffy"))
+        weighed = self._learned(step) & ~(step.given & (not self._config.algorithm.given.weighed))
         advantage, learned = self._config.algorithm.advantage, weighed[rewarded]
         compares = advantage.compares and advantage.type != "custom"
         alone = step.left_alone(rewarded) if compares else None

@@ -9,7 +9,7 @@ from penstock.services.runtime.settings import Section
 PresetName = Literal[
     "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "gspo", "cispo", "sapo", "gmpo", "dppo", "gpg",
     "opo", "maxrl", "remax", "distillation", "gkd", "sdpo", "gigpo", "lite_ppo", "luspo", "m2po", "topr", "vapo",
-    "vespo", "sft", "luffy", "spiral", "prime", "online_dpo", "sppo", "spo", "gvpo",
+    "vespo", "sft", "luffy", "spiral", "prime", "online_dpo", "sppo", "spo", "gvpo", "dpo",
 ]  # fmt: skip
 
 SECTIONS = ("advantage", "loss", "correction", "imitate", "distill", "given")
@@ -66,6 +66,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "sppo": {"advantage": {"type": "grpo", "std": False}, "loss": {"type": "sppo"}},
     "gvpo": {"advantage": {"type": "gvpo"}, "loss": {"type": "reinforce"}, "aggregation": "seq-mean-token-sum"},
+    "dpo": {
+        "advantage": {"type": "online_dpo"},
+        "loss": {"type": "reinforce"},
+        "given": {"shape": "reinforce", "compared": True},
+        "aggregation": "seq-mean-token-sum",
+    },
     "spo": {"advantage": {"type": "spo"}, "loss": {"type": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28}},
     "sft": {"given": {"shape": "nll", "compared": False}},
     "luffy": {

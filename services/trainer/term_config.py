@@ -30,19 +30,30 @@ class GivenLossConfig(Section):
     """Steps over which that goes evenly to `final`, e.g. ``200``; 0: it stays."""
     final: float = Field(0.0, ge=0)
     """What it counts from then on, e.g. ``0.05``."""
-    shape: Literal["nll", "chord", "luffy", "distill"] = "nll"
+    shape: Literal["nll", "chord", "luffy", "reinforce", "distill"] = "nll"
     """Of each of their tokens, whose probability is π: ``nll``, −log π, of which the mean over all given tokens is
     added: supervised fine-tuning; ``chord``, the same of −π (1 − π) log π, so that what is sure, and what is far
     from what the policy says, counts less (CHORD's φ, Zhang et al. 2025, arXiv:2508.11408); ``luffy``, −A · π / (π
     + γ), where A is the answer's advantage in its group, divided as the losses of sampled tokens are (the policy
     shaping of LUFFY, Yan et al. 2025, arXiv:2504.14945): it pulls at unlikely tokens more than a ratio would, and
-    at likely ones less. ``distill``, the divergence of `distill` from teachers, as of sampled tokens, with which it
-    is divided: generalised knowledge distillation with rows' answers among the policy's own."""
+    at likely ones less; ``reinforce``, −A · log π, divided so too, as the loss of that name has it of sampled ones: of
+    pairs (`rejected`) DPO's. ``distill``, the divergence of `distill` from teachers, as of sampled tokens, with which
+    it is divided: generalised knowledge distillation with rows' answers among the policy's own."""
     gamma: float = Field(0.1, gt=0)
     """γ of ``luffy``, e.g. ``0.2``: the smaller, the sooner a token counts as learned."""
     compared: bool = False
     """Given answers have a part in their group's advantage, e.g. ``true``: a good one lowers what the others of its
-    group are worth. ``luffy`` needs it."""
+    group are worth. ``luffy`` and ``reinforce`` need it."""
+
+    @property
+    def weighed(self) -> bool:
+        """By the answer's advantage."""
+        return self.shape in ("luffy", "reinforce")
+
+    @property
+    def as_sampled(self) -> bool:
+        """What the loss is for sampled answers, it is for given ones, `imitate` too."""
+        return self.shape == "reinforce"
 
     def at(self, step: int) -> float:
         """What it counts in ``step``, from 0."""
@@ -56,9 +67,9 @@ class GivenLossConfig(Section):
             raise ValueError("coefficient=0: shape=distill would teach nothing; leave one of the two out")
         if self.final and not self.decay_steps:
             raise ValueError(f"final={self.final:g}: the coefficient stays as it is; set decay_steps, e.g. 200")
-        if self.shape == "luffy" and not self.compared:
+        if self.weighed and not self.compared:
             raise ValueError(
-                "shape=luffy weighs by the answer's advantage in its group; set compared=true, or shape=nll"
+                f"shape={self.shape} weighs by the answer's advantage in its group; set compared=true, or shape=nll"
             )
         return self
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -35,14 +35,16 @@ class Said:
 
 
 def given_trajectory(
-    text: Tokenizer, prompt: Prompt, turns: Turns, version: int, max_length: int | None, counted: bool = False
-) -> Trajectory:
+    text: Tokenizer, prompt: Prompt, turns: Turns, version: int, max_length: int | None, counted: bool = False,
+    rejected: bool = False,
+) -> Trajectory:  # fmt: skip
     """The row's own answer behind its prompt, as a rollout that serves ``version`` would have sampled it. ``turns``
-    ``all``: what the assistant has said in the prompt is learned too, each time behind what had been said before it,
-    thoughts included, which templates leave out of what they tell of earlier turns. ``counted``: others of the group
-    say how many candidates each token had. Raises `TextError` where the row has no answer, or one that has no room in
-    ``max_length`` tokens (None: there is no bound)."""
-    asked, talk = _parts(prompt, turns)
+    ``all``: what the assistant has said in the prompt is learned too, each time behind what had been said before
+    it, thoughts included, which templates leave out of what they tell of earlier turns. ``counted``: others of the
+    group say how many candidates each token had. ``rejected``: the answer that it is preferred to, in its place.
+    Raises `TextError` where the row has no answer, or one that has no room in ``max_length`` tokens (None: there is
+    no bound)."""
+    asked, talk = _parts(_as_if_right(prompt) if rejected else prompt, turns)
     if reason := too_long(len(asked.as_text()) + sum(len(in_words(message)) for message in talk), max_length):
         raise TextError(reason)
     text = text.telling(prompt.chat_template_kwargs)
@@ -83,6 +85,22 @@ def given_trajectory(
     words = text.decode([tokens.tolist() for tokens in said])
     spoken = tuple(words) if words[1:] else ()
     return join(parts, "\n\n".join(words), "stop", turns=spoken, given=True, pictures=asked.pictures)
+
+
+def preferred(made: Trajectory, is_preferred: bool) -> Trajectory:
+    """``made``, a given one, with what it is worth beside the other of its pair."""
+    rewards = np.zeros(len(made.tokens), np.float32)
+    rewards[np.flatnonzero(made.loss_mask)[-1]] = is_preferred
+    return replace(made, rewards=rewards)
+
+
+def _as_if_right(prompt: Prompt) -> Prompt:
+    if prompt.rejected is None:
+        raise TextError(
+            "the row has no answer that its own is preferred to; name the column that has it "
+            "(prompts.train.rejected_key)"
+        )
+    return prompt.model_copy(update={"answer": prompt.rejected})
 
 
 def _parts(prompt: Prompt, turns: Turns) -> tuple[Prompt, Sequence[dict[str, Any]]]:

@@ -69,7 +69,7 @@ def of_template(text: Tokenizer, key: str) -> Parser:
         )
 
     def parse(said: Said) -> tuple[str, list[Call]]:
-        found = text.parse_response(said.marked, json.loads(said.tools) if said.tools else None)
+        found = text.parse_response(said.marked, json.loads(said.tools) if said.tools else None, said.before)
         if not isinstance(found, dict):
             return said.text, []
         functions = [call.get("function", call) for call in found.get("tool_calls") or ()]

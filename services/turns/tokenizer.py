@@ -12,7 +12,6 @@ import numpy as np
 
 from penstock.protocols.experience import PICTURE, Prompt
 from penstock.services.data.picture_files import PictureError, open_pictures
-from penstock.services.data.pictures import in_parts
 from penstock.services.modeling.answer_end import (
     TemplateEnd,
     end_between,
@@ -23,11 +22,12 @@ from penstock.services.modeling.answer_end import (
 )
 from penstock.services.modeling.load import load_tokenizer
 from penstock.services.modeling.pictures import PictureReader
-from penstock.services.turns import between
+from penstock.services.turns import beside, between
 from penstock.services.turns.calls_told import Message, takes_text_alone, with_arguments_as_text, with_names
 from penstock.services.turns.channels import Channels
 from penstock.services.turns.spelling import spelled
 from penstock.services.turns.tool_calls import THINK
+from penstock.services.turns.words import contents, says, shown_in_parts
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Where templates look for what the assistant has thought before it spoke."""
@@ -54,19 +54,26 @@ class Tokenizer:
         self._template = {name: value for name, value in self.given.items() if name != "chat_template"}
         self._telling = lru_cache(TELLINGS)(self._told)
 
-    def telling(self, template: Mapping[str, Any]) -> Tokenizer:
+    def telling(self, template: Mapping[str, Any] | None) -> Tokenizer:
         """One whose chat template is told ``template`` too, over what the run says. Raises `TextError` where it does
         not look at that."""
-        known = template.items() <= self._template.items()
-        return self if known else self._telling(json.dumps(template, sort_keys=True))
+        added = self.added(template)
+        return self._telling(beside.in_json(added)) if added else self
+
+    def added(self, template: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What of ``template`` the run does not say itself."""
+        return beside.added(self._template, template)
 
     def _told(self, template: str) -> Tokenizer:
         added = json.loads(template)
-        found = Tokenizer(self.path, self.given | added, self._base or self)
-        if odd := sorted(added.keys() & set(found.unread())):
+        if odd := next(filter(self.ignores, added), None):
             why = "does not look at it" if self.has_template else "is not there"
-            raise TextError(f"chat_template_kwargs.{odd[0]}: the chat template {why}; leave it out")
-        return found
+            raise TextError(f"chat_template_kwargs.{odd}: the chat template {why}; leave it out")
+        return Tokenizer(self.path, self.given | added, self._base or self)
+
+    @cached_property
+    def _words(self) -> frozenset[str]:
+        return beside.words_of(self._tokenizer.chat_template)
 
     def encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None = None) -> np.ndarray:
         """int32 ``[tokens]``. Chats go through the chat template, with the JSON schemas of ``tools``, or else of the
@@ -101,7 +108,7 @@ class Tokenizer:
         except PictureError as error:
             raise TextError(str(error)) from error
         if prompt.messages is not None and self.has_template:
-            return self.encode_chat(_shown_in_parts(prompt.messages), tools, prompt.pictures)
+            return self.encode_chat(shown_in_parts(prompt.messages), tools, prompt.pictures)
         text = prompt.as_text().replace(PICTURE, self.pictures.framed_mark)
         return self._with_pictures(text, prompt.pictures, begun=False)
 
@@ -138,8 +145,11 @@ class Tokenizer:
 
     def unread(self) -> list[str]:
         """What the chat template is told, and does not look at."""
-        templates = str(self._tokenizer.chat_template or "")
-        return [name for name in self._template if not re.search(rf"\b{re.escape(name)}\b", templates)]
+        return [name for name in self._template if self.ignores(name)]
+
+    def ignores(self, name: str) -> bool:
+        """The chat template does not look at it."""
+        return name not in self._words
 
     def encode_chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None,
@@ -152,7 +162,7 @@ class Tokenizer:
         if pictures:
             return self._with_pictures(self._render(messages, True, tools), pictures, begun=True)
         if not self.has_template:
-            return self.encode_text(_contents(messages))
+            return self.encode_text(contents(messages))
         return np.array(self._render(messages, True, tools, tokenize=True), np.int32)
 
     def _render(
@@ -191,21 +201,21 @@ class Tokenizer:
         thoughts in a field of their own, would be lost, or nothing ends an answer."""
         written = answer["content"]
         if not self.has_template:
-            return self.answer_to_text(_contents(before), written)
+            return self.answer_to_text(contents(before), written)
         begun, whole = self._render(before, True, tools), self._render([*before, answer], False, tools)
         told = whole.removeprefix(begun) if whole.startswith(begun) else ""
         if call := self.lost_call(answer, tools):
             raise TextError(f"the chat template leaves out the call of {call}; write it into the answer's content")
-        if answer.get("tool_calls") and not (told and _says(told, written)):
+        if answer.get("tool_calls") and not (told and says(told, written)):
             raise TextError(
                 "the chat template tells of an answer with calls otherwise than where it asks for one, or leaves its "
                 "content out; write the calls into the content"
             )
-        if not _says(told, written):
+        if not says(told, written):
             tag = re.match(r"\s*(<[^<>\s]+>)\s*", written)  # one that the template has opened already
             opened = tag and begun.rstrip().endswith(tag[1])
             told = written[tag.end() if tag and opened else 0 :] + self._end.whole
-        if lost := next((name for name in THOUGHTS if answer.get(name) and not _says(told, answer[name])), None):
+        if lost := next((name for name in THOUGHTS if answer.get(name) and not says(told, answer[name])), None):
             raise TextError(f"the chat template leaves out the answer's {lost}; write it into its content")
         if self._end.token is not None and told.endswith(self._end.whole):
             told = told.removesuffix(self._end.whole) + self._end.text
@@ -244,7 +254,11 @@ class Tokenizer:
     @cached_property
     def stop_ids(self) -> set[int]:
         """The ids that end an answer: of the tokenizer, of the chat template, and of the model's own list."""
-        return stop_ids(self._tokenizer, listed_ends(self.path), self._end)
+        return stop_ids(self._tokenizer, self._listed, self._end)
+
+    @cached_property
+    def _listed(self) -> Any:
+        return self._base._listed if self._base else listed_ends(self.path)
 
     def observe(
         self, observation: str | Sequence[Message], chat: bool, ended_with: int, answer: Message | None = None,
@@ -259,7 +273,7 @@ class Tokenizer:
         if pictures:
             return self._observe_shown(messages, chat and self.has_template, ended_with, answer, pictures, tools)
         if not chat or not self.has_template:
-            text = _contents(messages)
+            text = contents(messages)
         else:
             end = self._special.get(ended_with, "")  # any other token may only look like the answer's end
             text = self._behind(answer, messages, end, tools)
@@ -282,7 +296,7 @@ class Tokenizer:
                 raise TextError(UNTOLD)
             told = messages
         elif chat:
-            told = _shown_in_parts(messages)
+            told = shown_in_parts(messages)
         else:
             mark = self.pictures.framed_mark
             told = [{**message, "content": message["content"].replace(PICTURE, mark)} for message in messages]
@@ -321,8 +335,7 @@ class Tokenizer:
 
     def _asking(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
         """A chat up to where the next answer begins."""
-        told: str = self._render(messages, True, tools)
-        return told
+        return str(self._render(messages, True, tools))
 
     @cached_property
     def _special(self) -> dict[int, str]:
@@ -360,18 +373,22 @@ class Tokenizer:
     def begins_thought(self, given: np.ndarray) -> bool:
         """What stands before an answer, ``given``, ends with a thought's beginning, as templates of models have it that
         always think."""
-        end = self._tokenizer.decode(given[-MOST_OF_TAG:].tolist(), skip_special_tokens=False)
-        return end.rstrip().endswith(THINK)
+        return self.decode_whole(given[-MOST_OF_TAG:]).rstrip().endswith(THINK)
+
+    def decode_whole(self, given: np.ndarray) -> str:
+        """The text of ``given``, int32 ``[tokens]``, special tokens and all."""
+        text: str = self._tokenizer.decode(given.tolist(), skip_special_tokens=False)
+        return text
 
     @property
     def has_response_template(self) -> bool:
         """It knows how what its model says is parsed."""
         return getattr(self._tokenizer, "response_template", None) is not None
 
-    def parse_response(self, text: str, tools: list[dict[str, Any]] | None) -> Any:
-        """A turn as a message, by the tokenizer's ``response_template``."""
-        begun = self._render([{"role": "user", "content": "?"}], True, tools)
-        return self._tokenizer.parse_response(text, prefix=begun, tools=tools)
+    def parse_response(self, text: str, tools: list[dict[str, Any]] | None, before: str = "") -> Any:
+        """A turn as a message, by the tokenizer's ``response_template``; ``before``: what stands before it."""
+        before = before or self._render([{"role": "user", "content": "?"}], True, tools)
+        return self._tokenizer.parse_response(text, prefix=before, tools=tools)
 
     @property
     def plain(self) -> Any:
@@ -381,17 +398,3 @@ class Tokenizer:
     def special_ids(self, texts: Sequence[str]) -> set[int]:
         """Of those ``texts`` that are special tokens, which no decoded text shows."""
         return {id for id, text in self._special.items() if text in texts}
-
-
-def _says(told: str, written: str) -> bool:
-    """All of ``written`` is there, whatever a template does to the space around it."""
-    return "".join(written.split()) in "".join(told.split())
-
-
-def _shown_in_parts(messages: Sequence[Message]) -> list[Message]:
-    """Those that show pictures in parts; others stay text, which is all that some templates take of them."""
-    return [{**m, "content": in_parts(m["content"])} if PICTURE in m["content"] else m for m in messages]
-
-
-def _contents(messages: Sequence[Message]) -> str:
-    return "\n\n".join(message.get("content") or "" for message in messages)

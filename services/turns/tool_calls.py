@@ -47,6 +47,8 @@ class Said:
     """The template has begun a thought: it is one up to ``</think>``."""
     cut: bool = False
     """It had no room to end: libraries' parsers would take half a call for one."""
+    before: str = ""
+    """What stands before it, with special tokens; empty: nobody has told."""
 
 
 Parser = Callable[[Said], tuple[str, list[Call]]]

@@ -108,7 +108,8 @@ def test_a_row_says_what_the_chat_template_is_told_over_what_its_source_says(tmp
     ours: dict[str, Any] = {"path": path, "files": [str(file)], "truth_key": "truth"}
     of_source, key = {"enable_thinking": False}, {"chat_template_kwargs_key": "told"}
     found = [open_source(HubData(**ours, **key, chat_template_kwargs=each)) for each in ({}, of_source)]
-    assert [row.chat_template_kwargs for row in found[0]] == [{"level": "high"}, {"enable_thinking": True}, {}]
+    assert [row.chat_template_kwargs for row in found[0]] == [{"level": "high"}, {"enable_thinking": True}, None]
+    assert hash(Prompt(index=0, text="a")) == hash(Prompt(index=0, text="a")), "a user's dict may have it for a key"
     wanted = [{**of_source, "level": "high"}, {"enable_thinking": True}, of_source]
     assert [row.chat_template_kwargs for row in found[1]] == wanted
     back = Prompt.model_validate(wire.unpack(wire.pack(found[1][0].model_dump())))
@@ -121,11 +122,13 @@ def test_a_row_says_what_the_chat_template_is_told_over_what_its_source_says(tmp
 
 @pytest.mark.parametrize(
     ("told", "why"),
-    [("{a", "are no JSON: {a"), (["a"], "are no map"), ({"tools": []}, "kwargs.tools is not for a prompt to say"),
-     ({"level": float("nan")}, "cannot be written as JSON"), ({1: "a"}, "are no map")],
+    [("{a", "it is no JSON: {a"), (["a"], "it is no map"), ({"tools": []}, "tools is not for a prompt to say"),
+     ({"eos_token": "a"}, "eos_token is not for a prompt"), ({"level": float("nan")}, "cannot be written as JSON"),
+     ({"level": "\ud83d"}, "cannot be written as JSON"), ({1: "a"}, "it is no map"),
+     ({f"a{i}": 1 for i in range(65)}, "it has 65 names"), ({"level": "a" * 70_000}, "it has 70,013 characters")],
 )  # fmt: skip
 def test_what_no_chat_template_can_be_told_costs_its_row(told: Any, why: str) -> None:
-    with pytest.raises(DataError, match=f"row 3: .*{why}"):
+    with pytest.raises(DataError, match=f"row 3: its chat_template_kwargs: .*{why}"):
         make_prompt(3, "hi", "1", True, None, told=told)
 
 
@@ -387,6 +390,26 @@ def test_a_rows_own_answer_is_its_columns_or_the_last_message_of_its_conversatio
     assert talks[2].answer == [{**last, "reasoning_content": "two and one"}]
     with pytest.raises(DataError, match="row 1: no conversation in which the assistant says something"):
         talks[1]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_a_rows_other_answer_is_its_columns_or_the_last_message_of_its_conversation(tmp_path: Path, kind: str) -> None:
+    file, rows = tmp_path / f"rows.{kind}", [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}]
+    made = datasets.Dataset.from_list(rows)
+    (made.to_json if kind == "jsonl" else made.to_csv)(file)
+    path = "json" if kind == "jsonl" else kind
+    source = open_source(HubData(path=path, files=[str(file)], answer_key="chosen", rejected_key="rejected"))
+    assert (source[0].answer, source[0].rejected) == ("2", "3")
+    asked, other = {"role": "user", "content": "1+1="}, {"role": "user", "content": "1+2="}
+    said = [{"role": "assistant", "content": text} for text in "23"]
+    talks = [{"chosen": [first, said[0]], "rejected": [asked, said[1]]} for first in (asked, other)]
+    keys = {"prompt_key": "chosen", "answer_key": "chosen", "rejected_key": "rejected"}
+    rows_of = in_json(tmp_path, lines(*talks, {"chosen": [asked, said[0]], "rejected": None}), **keys)
+    assert (rows_of[0].messages, rows_of[0].answer, rows_of[0].rejected) == ([asked], [said[0]], [said[1]])
+    with pytest.raises(DataError, match="row 1: its two conversations .* begin otherwise"):
+        rows_of[1]
+    with pytest.raises(DataError, match="row 2: 'rejected' is missing or null, so there is no answer .*rejected_key"):
+        rows_of[2]
 
 
 def test_a_file_is_looked_at_once_unless_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

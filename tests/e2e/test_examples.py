@@ -50,6 +50,17 @@ def test_own_data_and_own_reward(tmp_path: Path) -> None:
     exported(run, archived, tmp_path / "rollouts.parquet")
 
 
+def test_preferences(tmp_path: Path) -> None:
+    """Pairs of given answers: no reward is asked in training, and the reference is there."""
+    run, summary = run_copy("preferences", tmp_path, "rollout.sampling.n=2")
+    rows = steps_of(run.folder)
+    assert rows[0]["preferred_margin"] == pytest.approx(0.0, abs=1e-3) and rows[-1]["preferred_margin"] > 0.2
+    assert rows[-1]["preferred_likelier"] > 0.8 and summary["reward_last"] is None
+    assert all(row["given_tokens"] == row["tokens"] > 0 and row["reward_given"] == 0.5 for row in rows)
+    assert summary["generated_tokens"] == 0
+    assert {row["finish"] for row in read_lines(run.folder / "samples.jsonl")} == {"given"}
+
+
 def exported(run: Run, archived: list[dict[str, Any]], file: Path) -> None:
     """What `penstock rollouts --export` has written is what was trained on, as pandas and datasets read it."""
     told = CliRunner().invoke(cli.app, ["rollouts", str(run.folder), "--export", str(file)])

@@ -47,13 +47,14 @@ async def _wander(desk: Desk, held: Held, chance: random.Random) -> None:
             heard.append(await desk.generate(held, tokens, 3))
             continue
         tools = chance.choice([None, TOOLS])
-        turn = await desk.chat(held, Conversation(messages, tools), chance.choice([None, 2]))
+        beside = chance.choice([None, None, {"level": "a"}, {"level": "b"}])
+        asked = Conversation(messages, tools, beside if desk._text.has_template else None)
+        turn = await desk.chat(held, asked, chance.choice([None, 2]))
         if chance.random() < 0.2:
-            assert await desk.chat(held, Conversation(messages, tools), None, asked=Asking(again=True)) is not None
+            assert await desk.chat(held, asked, None, asked=Asking(again=True)) is not None
         if chance.random() < 0.2:
-            assert await desk.chat(held, Conversation(messages, tools), asked=Asking(key="r")) is await desk.chat(
-                held, Conversation(messages, tools), asked=Asking(key="r")
-            )
+            same = Asking(key="r")
+            assert await desk.chat(held, asked, asked=same) is await desk.chat(held, asked, asked=same)
         heard.append(turn)
         answer = {"role": "tool", "tool_call_id": "x", "content": "ab"} if tools else {"role": "user", "content": "c"}
         chats.append([*messages, turn.message, answer])
@@ -77,6 +78,8 @@ def test_every_sampled_token_is_delivered_once_as_the_engine_said_it(
     if chat:
         pytest.importorskip("jinja2")
     house = House(tokenizers[chat], model, tool_calls=CALLS)
+    if chat:  # which looks at what it is told beside
+        house.text.plain.chat_template += "{{ level }}"
     chance = random.Random(int(chat) + 2 * int(taken_over))
     # Without a template no tools can be told of in a chat: the desk's own rule is the same for both.
     count = 40

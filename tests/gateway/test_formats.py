@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import string
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -196,6 +197,23 @@ def test_the_tokenizers_own_template_finds_calls(parsed: Callable[[str, str], tu
     assert parsed("template", "Well.") == ("Well.", [])
     broken = SPOKEN.replace("{", "")
     assert parsed("template", broken) == (broken, [])
+
+
+def test_the_tokenizers_own_template_is_told_what_stands_before_the_answer(tmp_path: Path) -> None:
+    """Which may have begun a thought, for this task alone."""
+    tokenizer = make_tokenizer(set(string.printable))
+    begun = "{{ '<assistant><think>' if enable_thinking else '<assistant>' }}"
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}" + begun
+    thought = {"open": "<think>", "close": "</think>"}
+    tokenizer.response_template = {**TEMPLATE, "fields": {"thinking": thought, **TEMPLATE["fields"]}}  # type: ignore[dict-item]
+    tokenizer.save_pretrained(tmp_path)
+    text = Tokenizer(str(tmp_path), {"enable_thinking": True})
+    replies, heard = Replies(text, "template"), []
+    for told in (True, False):
+        given = text.telling({"enable_thinking": told}).encode_chat([{"role": "user", "content": "a"}])
+        heard.append(replies._parser(Said(SPOKEN, SPOKEN, TOOLS, told, False, text.decode_whole(given))))
+    assert heard[0][1] == [] and heard[1][0].strip() == "Well."
+    assert heard[1][1] == [Call("add", {"a": 1})]
 
 
 @pytest.mark.vllm

@@ -13,10 +13,12 @@ import pytest
 from transformers import GenerationConfig
 
 from penstock.pipeline.models.tiny import make_tokenizer
-from penstock.protocols.experience import Prompt
+from penstock.protocols import wire
+from penstock.protocols.experience import Prompt, as_bytes
 from penstock.protocols.messages import Lease
 from penstock.services.gateway.conversation import Conversation
 from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.questions import Asking
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import canonical
 from penstock.services.turns.answers import Answer
@@ -211,7 +213,7 @@ def test_what_the_template_is_told_is_the_tasks_and_the_agents_and_tells_convers
         said: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
         plain, same, other = [
             await house.desk.chat(held, Conversation(said, None, told))
-            for told in ({}, {"level": "a"}, {"level": "b", "enable_thinking": True})
+            for told in (None, {"level": "a"}, {"level": "b", "enable_thinking": True})
         ]
         ends = [house.text.decode([turn.given.tolist()])[0][-3:] for turn in (plain, same, other)]
         assert ends == ["na=", "na=", "tb="]
@@ -229,6 +231,34 @@ def test_what_the_template_is_told_is_the_tasks_and_the_agents_and_tells_convers
         goes_on = Conversation([*last.said, said[0]], None, {"level": "b"})
         again = await house.desk.chat(await house.desk.find(held.id), goes_on)
         assert again.parent == last.number
+
+    house.run(play)
+
+
+def test_who_says_what_the_run_says_begins_no_branch_nor_does_who_asks_a_gateway_of_newer_code(
+    tokenizers: dict[bool, Path], model: Any
+) -> None:
+    text = Tokenizer(str(tokenizers[True]), {"level": "b"})
+    text.plain.chat_template = TOLD
+    house = House(model=model, text=text)
+    house.desk.start(house.lease(0))
+    said: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+
+    async def play() -> None:
+        held = await house.desk.open(1)
+        first = await house.desk.chat(held, Conversation(said), asked=Asking(key="r"))
+        more = [*said, first.message, {"role": "user", "content": "b"}]
+        second = await house.desk.chat(held, Conversation(more, None, {"level": "b"}))
+        assert second.parent == first.number
+        for name, data in house.records["train", 0].items():
+            if name.startswith("note."):
+                note = wire.unpack(data.tobytes())
+                assert note.pop("template") == ""
+                house.records["train", 0][name] = as_bytes(wire.pack(note))
+        house.open().start(house.lease(0))
+        held = await house.desk.find(held.id)
+        again = await house.desk.chat(held, Conversation(said), asked=Asking(key="r"))
+        assert again.number == first.number and len(held.session.turns) == 2
 
     house.run(play)
 

@@ -72,7 +72,8 @@ def test_a_prompt_may_have_it_told_more_or_otherwise_than_the_config(folder: Pat
     assert text.decode([text.encode(own), text.encode(Prompt(index=0, messages=SAY))]) == ["cdea", "cdeb"]
     told = text.telling(own.chat_template_kwargs)
     assert told is text.telling({"enable_thinking": False}) and told.telling(own.chat_template_kwargs) is told
-    assert text.telling({}) is text and text.telling({"enable_thinking": True}) is text
+    assert text.telling({}) is text.telling(None) is text and text.telling({"enable_thinking": True}) is text
+    assert text.telling({"enable_thinking": 1}) is not text, "a template may ask whether it is true itself"
     assert text.decode([told.observe("de", True, 5)]) == ["dea"]
     turn = [{"role": "assistant", "content": "d"}, {"role": "user", "content": "e"}]
     given = own.model_copy(update={"answer": [*turn, {"role": "assistant", "content": "c"}]})
@@ -87,6 +88,21 @@ def test_a_prompt_may_have_it_told_more_or_otherwise_than_the_config(folder: Pat
 def test_what_a_prompt_has_told_in_vain_costs_it(folder: Path, given: dict[str, Any], why: str) -> None:
     with pytest.raises(TextError, match=why):
         Tokenizer(str(folder)).encode(Prompt(index=0, **given))
+
+
+@pytest.mark.parametrize("where", ["prompts.train", "prompts.train.sources.few", "prompts.eval.one"])
+def test_a_source_that_has_it_told_in_vain_is_named_before_the_run(folder: Path, where: str) -> None:
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    (folder / "rows.jsonl").write_text('{"prompt": "cde"}\n' * 200)
+    plain = {"type": "hub", "path": "json", "files": [str(folder / "rows.jsonl")]}
+    told = {**plain, "chat_template_kwargs": {"enable_thinkin": False}, "limit": 1}
+    train: dict[str, Any] = told if where == "prompts.train" else plain
+    if "sources" in where:
+        train = {"type": "mix", "sources": {"many": plain, "few": told}}
+    prompts = {"train": train, "eval": {"one": told if "eval" in where else plain}}
+    config = Config.model_validate({"model": {"type": "pretrained", "path": str(folder)}, "prompts": prompts})
+    with pytest.raises(SetupError, match=f"{where}.chat_template_kwargs.enable_thinkin: the chat template of .* give"):
+        _encode(config, Report())
 
 
 def test_rows_that_have_a_template_told_what_it_does_not_look_at_are_named_before_the_run(folder: Path) -> None:

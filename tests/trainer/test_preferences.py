@@ -14,12 +14,15 @@ from hypothesis import strategies as st
 from torch.nn.functional import logsigmoid
 
 from penstock.pipeline.config import load
-from penstock.protocols.columns import REFERENCE
+from penstock.protocols.columns import REFERENCE, REWARD
+from penstock.protocols.experience import no_rewards
+from penstock.services.learning.batch import TrainingBatch, of_pairs
 from penstock.services.runtime import registry
 from penstock.services.trainer.algorithms.advantages.gvpo import gvpo
 from penstock.services.trainer.algorithms.advantages.online_dpo import online_dpo
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
+from penstock.services.turns.given import preferred
 from tests.trainer.rank_program import a_model
 from tests.trainer.steps import a_step
 
@@ -65,6 +68,45 @@ def test_the_gradient_is_dpos(shape: str) -> None:
     wanted = [parameter.grad for parameter in model.parameters()]
     for mine, theirs in zip(gradients(learner), wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+def pairs(seed: int) -> TrainingBatch:
+    """Six groups of two given answers, as rollouts give them."""
+    step, paired = a_step(seed, given=1), []
+    for place, each in enumerate(step.trajectories):
+        paired.append(preferred(replace(each, rewards=no_rewards()), place % 2 == 0))
+    random = np.random.default_rng(seed)
+    reference = [(-random.random(len(t.tokens)) * t.loss_mask).astype(np.float32) for t in paired]
+    found = replace(step, trajectories=paired, groups=np.repeat(np.arange(6), 2), values={REWARD: of_pairs(paired)})
+    return found.with_tokens(REFERENCE, reference)
+
+
+@pytest.mark.parametrize("shape", ["sigmoid", "ipo"])
+@pytest.mark.parametrize("nll", [0.0, 0.3])
+def test_the_gradient_of_given_pairs_is_dpos_and_rpos(shape: str, nll: float) -> None:
+    step, beta = pairs(4), 0.4
+    assert step.rewards.tolist() == [1.0, 0.0] * 6
+    algorithm: dict[str, Any] = {"preset": "dpo", "advantage": {"beta": beta, "shape": shape}}
+    learner = a_learner(**algorithm, **({"imitate": {"coefficient": nll, "above": 1.0}} if nll else {}))
+    learner.accumulate(step)
+    model, losses, likelihoods, apart, size = a_model(), [], [], [], 0.0
+    for first in range(0, 12, 2):
+        said = [logs(model, step.trajectories[i]) for i in (first, first + 1)]
+        margins = [
+            own.sum() - torch.from_numpy(step.token_values[REFERENCE][i][1:]).sum()
+            for own, i in zip(said, (first, first + 1), strict=True)
+        ]
+        apart.append(margins[0] - margins[1])
+        losses.append(-logsigmoid(beta * apart[-1]) if shape == "sigmoid" else (apart[-1] - 1 / (2 * beta)).square())
+        likelihoods.append(-said[0].sum())
+        size += step.trajectories[first].sampled
+    (torch.stack(losses).mean() + nll * torch.stack(likelihoods).sum() / size).backward()
+    for mine, theirs in zip(gradients(learner), [p.grad for p in model.parameters()], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+    told, found = learner.train(step), torch.stack(apart).detach()
+    assert told["preferred_margin"] == pytest.approx(float(found.mean()), rel=1e-4)
+    assert told["preferred_likelier"] == pytest.approx(float((found > 0).float().mean()))
+    assert told["given_tokens"] == told["tokens"] and ("imitated_nll" in told) == bool(nll)
 
 
 def test_the_gradient_is_that_of_sppos_square() -> None:

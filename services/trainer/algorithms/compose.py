@@ -234,7 +234,10 @@ class Algorithm:
         if totals.tokens and part.sampled:
             loss, metrics = self._sampled_loss(part, totals, mean_weight)
         if self._imitates:
-            good = _unlikely(part.log_prob, part.mask * part.columns[GOOD], totals.good)
+            mask = part.mask
+            if part.given is not None and self._config.given.as_sampled:
+                mask = mask | part.given
+            good = _unlikely(part.log_prob, mask * part.columns[GOOD], totals.good)
             loss = loss + self._config.imitate.coefficient * good
             metrics |= {"imitated_nll": good.detach()} if totals.good else {}
         if part.given is not None:
@@ -261,6 +264,8 @@ class Algorithm:
         if self._teaches_given:
             assert config.distill and part.divergence is not None
             losses = config.distill.coefficient * part.divergence
+        elif how.shape == "reinforce":
+            losses = -part.advantages * part.log_prob
         else:
             probability = part.log_prob.exp()
             losses = -part.advantages * probability / (probability + how.gamma)
@@ -272,9 +277,9 @@ class Algorithm:
         return self._config.given.shape == "distill"
 
     def _counts(self, totals: Totals) -> tuple[float, float]:
-        """Tokens and sequences that losses are divided by: LUFFY's mean, and a teacher's, is over sampled and given
-        ones together."""
-        if self._config.given.shape in ("luffy", "distill"):
+        """Tokens and sequences that losses are divided by: a mean weighed by advantages, and a teacher's, is over
+        sampled and given ones together."""
+        if self._config.given.weighed or self._teaches_given:
             return totals.tokens + totals.given, totals.sequences + totals.given_rows
         return totals.tokens, totals.sequences
 

@@ -3,7 +3,8 @@ arXiv:2305.18290, eq. 7 (``sigmoid``); Azar et al. 2023, arXiv:2310.12036, eq. 1
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -32,15 +33,49 @@ def online_dpo(
     is times the group's answers, so that a mean over all answers is the mean over groups. 0 where all are equally
     good. ``sessions`` ``[rows]``: branches of one session, which are one answer. ``tokens`` has no part in it."""
     branches, of_session, whole = of_sessions(sessions, groups, scores.to(tokens.dtype))
-    margins = beside(reference, policy, mask, branches, tokens.dtype)
     worth = torch.zeros_like(whole)
-    for number in torch.unique(groups):
+    for pair in _pairs(of_session, whole, beside(reference, policy, mask, branches, tokens.dtype)):
+        apart = pair.apart
+        pull = beta * torch.sigmoid(-beta * apart) if shape == "sigmoid" else 2 * (1 / (2 * beta) - apart)
+        pull = pull * pair.answers / pull.numel()
+        worth[pair.best], worth[pair.worst] = pull.sum(1), -pull.sum(0)
+    return worth[branches.member, None] * mask
+
+
+class _Pairs(NamedTuple):
+    """Of one group."""
+
+    answers: int
+    best: torch.Tensor
+    worst: torch.Tensor
+    apart: torch.Tensor
+    """``[best, worst]``: Δ."""
+
+
+def _pairs(of_session: torch.Tensor, whole: torch.Tensor, margins: torch.Tensor) -> Iterator[_Pairs]:
+    """``[sessions]``: the number of its group, its score, and h."""
+    for number in torch.unique(of_session):
         mine = torch.nonzero(of_session == number)[:, 0]
         best, worst = (mine[whole[mine] == end] for end in (whole[mine].max(), whole[mine].min()))
-        if whole[best[0]] == whole[worst[0]]:
-            continue
-        apart = margins[best][:, None] - margins[worst][None]
-        pull = beta * torch.sigmoid(-beta * apart) if shape == "sigmoid" else 2 * (1 / (2 * beta) - apart)
-        pull = pull * len(mine) / pull.numel()
-        worth[best], worth[worst] = pull.sum(1), -pull.sum(0)
-    return worth[branches.member, None] * mask
+        if whole[best[0]] != whole[worst[0]]:
+            yield _Pairs(len(mine), best, worst, margins[best][:, None] - margins[worst][None])
+
+
+def preferred(
+    mask: torch.Tensor,
+    groups: torch.Tensor,
+    reference: torch.Tensor,
+    policy: torch.Tensor,
+    scores: torch.Tensor,
+    sessions: torch.Tensor,
+) -> dict[str, float]:
+    """Of the pairs of `online_dpo`, by its arguments: ``preferred_likelier``, the share whose Δ is above 0, and
+    ``preferred_margin``, the mean of Δ, in nats. Empty where there is no pair."""
+    branches, of_session, whole = of_sessions(sessions, groups, scores)
+    apart = [
+        p.apart.flatten() for p in _pairs(of_session, whole, beside(reference, policy, mask, branches, scores.dtype))
+    ]
+    if not apart:
+        return {}
+    every = torch.cat(apart)
+    return {"preferred_likelier": float((every > 0).double().mean()), "preferred_margin": float(every.mean())}
