@@ -128,12 +128,13 @@ def as_template_kwargs(found: Any) -> dict[str, Any] | None:
         return None
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise ValueError(f'it is no map, as {{"enable_thinking": false}} is: {str(found)[:80]}')
+    found = {name: value for name, value in found.items() if value is not None}
     if len(found) > MOST_NAMES:
         raise ValueError(f"it has {len(found):,} names, of {MOST_NAMES} that there may be")
     if odd := sorted(RENDERING & found.keys()):
         raise ValueError(f"{odd[0]} is not for a prompt to say; leave it out")
     try:
-        words = json.dumps({name: value for name, value in found.items() if value is not None}, allow_nan=False)
+        words = json.dumps(found, allow_nan=False)
         json.dumps(found, ensure_ascii=False).encode()  # which half a character is not
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"it cannot be written as JSON: {error}") from None

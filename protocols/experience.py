@@ -294,6 +294,11 @@ class Trajectory:
                 raise ExperienceError("candidate_ids: a sampled token is among those it was chosen from, once")
 
     @property
+    def preference(self) -> float | None:
+        """Of a given one that another of its row is preferred to 0, of that other one 1; None: of all others."""
+        return float(self.rewards.sum()) if self.given and self.rewards.size else None
+
+    @property
     def sampled(self) -> int:
         """Number of tokens that the policy sampled, or that it was given."""
         return int(self.loss_mask.sum())

@@ -133,7 +133,7 @@ def _files(section: Any) -> str:
 def _hint(said: str, known: list[str]) -> str:
     if said.lower() in ("dpo", "ipo"):
         return "; training from pairs is preset: dpo, with advantage: {shape: ipo} for IPO"
-    return "; of preferences there is preset: dpo alone" if said.lower() in PREFERENCES else hint(said, known)
+    return "; of pairs that rows bring there is preset: dpo alone" if said.lower() in PREFERENCES else hint(said, known)
 
 
 def _sections(data: Any, path: list[Any]) -> list[type[BaseModel]]:

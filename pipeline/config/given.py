@@ -105,7 +105,8 @@ def _check_pairs(config: Any) -> None:
             f"{key}: with rollout.given.answers={given.answers} it is {given.count} of rollout.sampling.n={n} answers, "
             f"and beside pairs nothing is sampled; set n to {given.count}"
         )
-    if not algorithm.given.weighed or not algorithm.advantage.beside_reference:
+    as_dpo = algorithm.given.as_sampled and algorithm.advantage.beside_reference
+    if not as_dpo or algorithm.loss.type != "reinforce":
         raise ValueError(f"{key}: an answer that others are preferred to would be learned; take preset={PAIRS}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from penstock.protocols.chat import said
 from penstock.protocols.experience import Prompt
@@ -22,13 +23,14 @@ def characters_of(source: Sequence[Prompt], taught: bool, given: bool) -> set[st
     Raises `DataError` where none of them can be used."""
     found = set(ALPHABET)
     for prompt in usable(source, range(min(SEEN_PROMPTS, len(source)))):
-        found.update(prompt.as_text(), answer_of(prompt) if taught else "", _given_text(prompt) if given else "")
+        found.update(prompt.as_text(), answer_of(prompt) if taught else "")
+        if given:
+            found.update(_words_of(own_answer(prompt)), _words_of(prompt.rejected))
     return found
 
 
-def _given_text(prompt: Prompt) -> str:
-    """What is said in a row's own answer; nothing of one that the run drops, since it has none."""
-    answer = own_answer(prompt)
+def _words_of(answer: Any) -> str:
+    """What is said in it; nothing of what is none: the run drops such a row, or has no use for it."""
     if not is_answer(answer):
         return ""
     return answer if isinstance(answer, str) else "".join(map(said, answer))

@@ -204,11 +204,12 @@ def _failing(state: dict[str, Any]) -> list[str]:
 
 def learned(metrics: dict[str, Any]) -> tuple[str, str]:
     """What the last step says of how far the policy is, and how much of it: where it was only given answers, how
-    unlikely they still were."""
+    unlikely they still were, or how far apart pairs of them."""
     if not metrics:
         return "reward", "-"
     given = "given_nll" in metrics and not math.isfinite(metrics["reward"])
-    name = "given_nll" if given else "reward"
+    pairs = metrics.get("preferred_margin") is not None  # of which one answer is to become unlikely
+    name = ("preferred_margin" if pairs else "given_nll") if given else "reward"
     return name, f"{metrics[name]:.3f}"
 
 

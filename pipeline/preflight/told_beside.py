@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from penstock.pipeline.config import Config
+from penstock.protocols.chat import RENDERING
 from penstock.services.data.config import MixData
 from penstock.services.runtime.errors import SetupError
 
@@ -18,6 +19,11 @@ KEY = "chat_template_kwargs"
 def check(config: Config, path: str, tokenizer: Tokenizer) -> None:
     """Raises `SetupError` where a section of ``config`` has the chat template of the model at ``path`` told what it
     does not look at: a misspelt name would be a choice that nobody makes."""
+    own = sorted(RENDERING.intersection(config.template) - {"chat_template"})
+    if rendering := [name for name in own if not name.endswith(("_token", "_tokens"))]:
+        raise SetupError(
+            f"model.{KEY}.{rendering[0]}: whoever renders a chat says it, and not the config; leave it out"
+        )
     odd = next(((f"model.{KEY}", name) for name in tokenizer.unread()), None)
     odd = odd or next(((key, name) for key, told in _said(config) for name in told if tokenizer.ignores(name)), None)
     if odd:

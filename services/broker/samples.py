@@ -28,7 +28,7 @@ LETTERS = 4096
 def rows(step: int, group: Group, columns: Mapping[str, np.ndarray]) -> Iterator[dict[str, Any]]:
     """One row for each trajectory of ``group``, which ``step`` was trained on. ``columns``: those with a value for each
     trajectory, the reward among them where one was asked for; NaN is written as null. What was given has finished as
-    ``given``, and no version's."""
+    ``given``, and no version's; of a pair's answers the reward is `Trajectory.preference`."""
     for sample, trajectory in enumerate(group.trajectories):
         versions = trajectory.versions[(trajectory.versions >= 0) & (not trajectory.given)]
         row = {
@@ -53,7 +53,7 @@ def rows(step: int, group: Group, columns: Mapping[str, np.ndarray]) -> Iterator
             row |= {"session": trajectory.session}
         row |= {f"{AGENT}{name}": value for name, value in trajectory.metrics.items()}
         row |= {name: _number(values[sample]) for name, values in columns.items()}
-        row.setdefault(REWARD, None)
+        row.setdefault(REWARD, trajectory.preference)
         yield row
 
 
@@ -112,6 +112,8 @@ def _answers(
         if trajectory.greedy:
             continue
         numbers = [float(values[sample]) for values in parts.values()]
+        if REWARD not in known and trajectory.preference is not None:
+            numbers[0] = trajectory.preference
         oldest = step if trajectory.given else int(trajectory.versions[trajectory.versions >= 0].min(initial=step))
         finish = "given" if trajectory.given else trajectory.finish
         yield (

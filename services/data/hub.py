@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from penstock.protocols.chat import as_chat
 from penstock.protocols.experience import PICTURE, Prompt
 from penstock.services.data import DataError, need
 from penstock.services.data.config import HubData
@@ -79,10 +80,10 @@ class HubSource(PromptSource):
         content, whole = self._chat(row[self._config.prompt_key]), self._config.answer_key == self._config.prompt_key
         answer, rejected = (self._answer(index, row, option) for option in ("answer_key", "rejected_key"))
         if whole:
-            content, answer = _parted(index, content)
+            content, answer = _parted(index, content, "answer_key")
             if rejected is not None:
-                other, rejected = _parted(index, rejected)
-                if other != content:
+                other, rejected = _parted(index, rejected, "rejected_key")
+                if not _alike(other, content):
                     raise DataError(f"row {index}: its two conversations (answer_key, rejected_key) begin otherwise")
         where, sizes = f"row {index}: {self._config.images_key}", (self._config.min_pixels, self._config.max_pixels)
         pictures = fitted(read_pictures(images, self._beside, where), *sizes, where)
@@ -192,11 +193,21 @@ def _prompt(index: int, answer: str | list[Any] | None, **said: Any) -> Prompt:
         raise DataError(f"row {index}: {where}{first['msg'].removeprefix('Value error, ')}") from None
 
 
-def _parted(index: int, talk: Any) -> tuple[list[Any], list[Any]]:
-    """A conversation as what is asked and the assistant's last message. Raises `DataError` where there is none."""
+def _alike(one: list[Any], other: list[Any]) -> bool:
+    """They say the same, in whatever form."""
+    try:
+        return one == other or as_chat(one) == as_chat(other)
+    except ValueError:  # of pictures, say
+        return False
+
+
+def _parted(index: int, talk: Any, option: str) -> tuple[list[Any], list[Any]]:
+    """A conversation as what is asked and the assistant's last message; the config's ``option`` names its column.
+    Raises `DataError` where there is none."""
     said = [isinstance(message, dict) and message.get("role") == "assistant" for message in talk or ()]
     if not isinstance(talk, list) or not any(said):
-        raise DataError(f"row {index}: no conversation in which the assistant says something: {str(talk)[:80]!r}")
+        words = f"no conversation in which the assistant says something ({option})"
+        raise DataError(f"row {index}: {words}: {str(talk)[:80]!r}")
     last = len(said) - 1 - said[::-1].index(True)
     return talk[:last], [talk[last]]
 

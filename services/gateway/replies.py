@@ -13,7 +13,7 @@ from penstock.protocols.messages import Lease
 from penstock.services.turns.answers import Answer
 from penstock.services.turns.library_parsers import parser_of
 from penstock.services.turns.tokenizer import Tokenizer
-from penstock.services.turns.tool_calls import THINK, UNTHINK, Call, Said, behind_thoughts
+from penstock.services.turns.tool_calls import TEMPLATE, THINK, UNTHINK, Call, Said, behind_thoughts
 
 KEY = "gateway.tool_calls"
 THOUGHTS = "reasoning_content"
@@ -26,6 +26,7 @@ class Replies:
     def __init__(self, text: Tokenizer, tool_calls: str, apart: bool = False) -> None:
         """``apart``: what an answer begins with and is only thought is no part of its content (`THOUGHTS`)."""
         self._text, self._parser, self._apart = text, parser_of(tool_calls, text, KEY), apart
+        self._reads_before = tool_calls == TEMPLATE
 
     def message(
         self,
@@ -48,7 +49,7 @@ class Replies:
         thinking = (apart or bool(tools)) and given is not None and self._text.begins_thought(given)
         before = behind_thoughts(content, thinking)[0] if apart else ""
         if tools:
-            before_it = "" if given is None else self._text.decode_whole(given)
+            before_it = self._text.decode_whole(given) if self._reads_before and given is not None else ""
             marked, cut = self._text.decode_marked(tokens), answer.finish == "length"
             content, calls = self._parser(Said(content, marked, tools, thinking, cut, before_it))
         stop = min((each for each in stops if each in content), key=content.index, default="")

@@ -157,10 +157,9 @@ def open_batch(
 
 
 def of_pairs(trajectories: list[Trajectory]) -> np.ndarray:
-    """float32 ``[trajectories]``: what given ones are worth of which one is preferred to another; NaN of all others."""
-    pairs = [trajectory.given and trajectory.rewards.size > 0 for trajectory in trajectories]
-    worth = [t.rewards.sum() if paired else np.nan for t, paired in zip(trajectories, pairs, strict=True)]
-    return np.array(worth, np.float32)
+    """float32 ``[trajectories]``: `Trajectory.preference`, NaN where there is none."""
+    worth = (trajectory.preference for trajectory in trajectories)
+    return np.array([np.nan if each is None else each for each in worth], np.float32)
 
 
 def _with_placed(step: TrainingBatch, terms: dict[Column, float]) -> TrainingBatch:

@@ -247,7 +247,8 @@ class AlgorithmConfig(Section):
                 "given.compared: with advantage=none no answer is worth more than another; set it to false, with "
                 "given.shape=nll, or take an advantage, e.g. grpo"
             )
-        reads = (self.advantage.by_token or self.advantage.given) and not self.advantage.beside_reference
+        own = self.advantage.beside_reference and self.given.as_sampled  # the trainer computes how likely they are
+        reads = (self.advantage.by_token or self.advantage.given) and not own
         if self.given.compared and (reads or self.kl.in_reward):
             why = "kl.place=reward" if self.kl.in_reward else f"advantage={kind}"
             raise ValueError(

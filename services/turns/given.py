@@ -44,7 +44,12 @@ def given_trajectory(
     group say how many candidates each token had. ``rejected``: the answer that it is preferred to, in its place.
     Raises `TextError` where the row has no answer, or one that has no room in ``max_length`` tokens (None: there is
     no bound)."""
-    asked, talk = _parts(_as_if_right(prompt) if rejected else prompt, turns)
+    if rejected:
+        try:
+            return given_trajectory(text, _as_if_right(prompt), turns, version, max_length, counted)
+        except TextError as error:
+            raise TextError(f"the answer that the row's own is preferred to (rejected_key): {error}") from error
+    asked, talk = _parts(prompt, turns)
     if reason := too_long(len(asked.as_text()) + sum(len(in_words(message)) for message in talk), max_length):
         raise TextError(reason)
     text = text.telling(prompt.chat_template_kwargs)
@@ -95,11 +100,8 @@ def preferred(made: Trajectory, is_preferred: bool) -> Trajectory:
 
 
 def _as_if_right(prompt: Prompt) -> Prompt:
-    if prompt.rejected is None:
-        raise TextError(
-            "the row has no answer that its own is preferred to; name the column that has it "
-            "(prompts.train.rejected_key)"
-        )
+    if not is_answer(prompt.rejected):
+        raise TextError(f"it is {not_answer(prompt.rejected)}, not text or messages")
     return prompt.model_copy(update={"answer": prompt.rejected})
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 import pytest
 
+from penstock.pipeline.models.characters import characters_of
 from penstock.protocols import wire
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, json_rows, open_source
@@ -122,7 +123,8 @@ def test_a_row_says_what_the_chat_template_is_told_over_what_its_source_says(tmp
 
 @pytest.mark.parametrize(
     ("told", "why"),
-    [("{a", "it is no JSON: {a"), (["a"], "it is no map"), ({"tools": []}, "tools is not for a prompt to say"),
+    [("{a", "it is no JSON: {a"), ({"tools": None, "eos_token": 1}, "eos_token is not"),
+     (["a"], "it is no map"), ({"tools": []}, "tools is not for a prompt to say"),
      ({"eos_token": "a"}, "eos_token is not for a prompt"), ({"level": float("nan")}, "cannot be written as JSON"),
      ({"level": "\ud83d"}, "cannot be written as JSON"), ({1: "a"}, "it is no map"),
      ({f"a{i}": 1 for i in range(65)}, "it has 65 names"), ({"level": "a" * 70_000}, "it has 70,013 characters")],
@@ -406,6 +408,10 @@ def test_a_rows_other_answer_is_its_columns_or_the_last_message_of_its_conversat
     keys = {"prompt_key": "chosen", "answer_key": "chosen", "rejected_key": "rejected"}
     rows_of = in_json(tmp_path, lines(*talks, {"chosen": [asked, said[0]], "rejected": None}), **keys)
     assert (rows_of[0].messages, rows_of[0].answer, rows_of[0].rejected) == ([asked], [said[0]], [said[1]])
+    in_parts = {**asked, "content": [{"type": "text", "text": "1+1="}], "name": None}
+    (alike,) = in_json(tmp_path, lines({"chosen": [asked, said[0]], "rejected": [in_parts, said[1]]}), **keys)
+    assert alike.rejected == [said[1]]
+    assert {"Ж", "!"} <= characters_of([alike.model_copy(update={"rejected": "Ж!"})], False, True)
     with pytest.raises(DataError, match="row 1: its two conversations .* begin otherwise"):
         rows_of[1]
     with pytest.raises(DataError, match="row 2: 'rejected' is missing or null, so there is no answer .*rejected_key"):

@@ -58,7 +58,8 @@ def test_preferences(tmp_path: Path) -> None:
     assert rows[-1]["preferred_likelier"] > 0.8 and summary["reward_last"] is None
     assert all(row["given_tokens"] == row["tokens"] > 0 and row["reward_given"] == 0.5 for row in rows)
     assert summary["generated_tokens"] == 0
-    assert {row["finish"] for row in read_lines(run.folder / "samples.jsonl")} == {"given"}
+    samples = read_lines(run.folder / "samples.jsonl")
+    assert {row["finish"] for row in samples} == {"given"} and {row["reward"] for row in samples} == {0.0, 1.0}
 
 
 def exported(run: Run, archived: list[dict[str, Any]], file: Path) -> None:

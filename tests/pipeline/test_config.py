@@ -153,7 +153,7 @@ def test_shipped_configs_survive_a_round_trip(path: Path) -> None:
         ("trainer.optimizer.lr=.inf", "trainer.optimizer.lr: Input should be a finite number"),
         ("trainer.optimizer.momentum=0.9", "trainer.optimizer: momentum is a key of type=muon alone; set that, or"),
         ("trainer.optimizer={type: muon, moments: 8bit}", "trainer.optimizer: moments=8bit: muon keeps its means in"),
-        ("trainer.algorithm.preset=simpo", "got 'simpo'; of preferences there is preset: dpo alone"),
+        ("trainer.algorithm.preset=simpo", "got 'simpo'; of pairs that rows bring there is preset: dpo alone"),
         ("trainer.algorithm.loss={type: dpo}", "; training from pairs is preset: dpo"),
         ("trainer.optimizer.betas=[0.9, 1.5]", "trainer.optimizer: betas=[0.9, 1.5]: each is at least 0 and below 1"),
         (

@@ -115,6 +115,15 @@ def test_rows_that_have_a_template_told_what_it_does_not_look_at_are_named_befor
         _encode(config, Report(row=open_source(config.prompts.train)[0]))
 
 
+@pytest.mark.parametrize("name", ["add_generation_prompt", "messages"])
+def test_what_whoever_renders_a_chat_says_is_not_the_configs(folder: Path, name: str) -> None:
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    model = {"type": "pretrained", "path": str(folder), "chat_template_kwargs": {name: False}}
+    config = Config.model_validate({"model": model, "prompts": {"train": {"type": "sort"}}})
+    with pytest.raises(SetupError, match=f"model.chat_template_kwargs.{name}: whoever renders a chat says it"):
+        _encode(config, Report())
+
+
 def configured(folder: Path, **model: object) -> Config:
     (folder / "config.json").write_text('{"model_type": "qwen3"}')
     file = folder / "run.yaml"

@@ -70,36 +70,40 @@ def test_the_gradient_is_dpos(shape: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
 
 
-def pairs(seed: int) -> TrainingBatch:
-    """Six groups of two given answers, as rollouts give them."""
-    step, paired = a_step(seed, given=1), []
-    for place, each in enumerate(step.trajectories):
-        paired.append(preferred(replace(each, rewards=no_rewards()), place % 2 == 0))
+def pairs(seed: int, best: int, worst: int) -> TrainingBatch:
+    """Groups of so many given answers of each kind, as rollouts give them."""
+    step, of_group = a_step(seed, given=1), best + worst
+    count = 12 // of_group
+    paired = [
+        preferred(replace(each, rewards=no_rewards()), place % of_group < best)
+        for place, each in enumerate(step.trajectories[: count * of_group])
+    ]
     random = np.random.default_rng(seed)
     reference = [(-random.random(len(t.tokens)) * t.loss_mask).astype(np.float32) for t in paired]
-    found = replace(step, trajectories=paired, groups=np.repeat(np.arange(6), 2), values={REWARD: of_pairs(paired)})
+    numbers, values = np.repeat(np.arange(count), of_group), {REWARD: of_pairs(paired)}
+    found = TrainingBatch(paired, numbers, np.arange(len(paired)), values, {})
     return found.with_tokens(REFERENCE, reference)
 
 
 @pytest.mark.parametrize("shape", ["sigmoid", "ipo"])
-@pytest.mark.parametrize("nll", [0.0, 0.3])
-def test_the_gradient_of_given_pairs_is_dpos_and_rpos(shape: str, nll: float) -> None:
-    step, beta = pairs(4), 0.4
-    assert step.rewards.tolist() == [1.0, 0.0] * 6
+@pytest.mark.parametrize(("best", "worst", "nll"), [(1, 1, 0.0), (1, 1, 0.3), (2, 1, 0.3), (2, 2, 0.0)])
+def test_the_gradient_of_given_pairs_is_dpos_and_rpos(shape: str, best: int, worst: int, nll: float) -> None:
+    step, beta, of_group = pairs(4, best, worst), 0.4, best + worst
+    assert step.rewards.tolist() == ([1.0] * best + [0.0] * worst) * (12 // of_group)
     algorithm: dict[str, Any] = {"preset": "dpo", "advantage": {"beta": beta, "shape": shape}}
     learner = a_learner(**algorithm, **({"imitate": {"coefficient": nll, "above": 1.0}} if nll else {}))
     learner.accumulate(step)
     model, losses, likelihoods, apart, size = a_model(), [], [], [], 0.0
-    for first in range(0, 12, 2):
-        said = [logs(model, step.trajectories[i]) for i in (first, first + 1)]
-        margins = [
-            own.sum() - torch.from_numpy(step.token_values[REFERENCE][i][1:]).sum()
-            for own, i in zip(said, (first, first + 1), strict=True)
-        ]
-        apart.append(margins[0] - margins[1])
-        losses.append(-logsigmoid(beta * apart[-1]) if shape == "sigmoid" else (apart[-1] - 1 / (2 * beta)).square())
-        likelihoods.append(-said[0].sum())
-        size += step.trajectories[first].sampled
+    for first in range(0, len(step.trajectories), of_group):
+        said = [logs(model, step.trajectories[i]) for i in range(first, first + of_group)]
+        beside = [torch.from_numpy(step.token_values[REFERENCE][first + k][1:]).sum() for k in range(of_group)]
+        margins = [own.sum() - theirs for own, theirs in zip(said, beside, strict=True)]
+        of_pairs_here = [margins[one] - margins[other] for one in range(best) for other in range(best, of_group)]
+        apart += of_pairs_here
+        each = torch.stack(of_pairs_here)
+        losses.append((-logsigmoid(beta * each) if shape == "sigmoid" else (each - 1 / (2 * beta)).square()).mean())
+        likelihoods += [-own.sum() for own in said[:best]]
+        size += sum(step.trajectories[first + k].sampled for k in range(best))
     (torch.stack(losses).mean() + nll * torch.stack(likelihoods).sum() / size).backward()
     for mine, theirs in zip(gradients(learner), [p.grad for p in model.parameters()], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
