@@ -87,11 +87,10 @@ class HubSource(PromptSource):
                     raise DataError(f"row {index}: its two conversations (answer_key, rejected_key) begin otherwise")
         where, sizes = f"row {index}: {self._config.images_key}", (self._config.min_pixels, self._config.max_pixels)
         pictures = fitted(read_pictures(images, self._beside, where), *sizes, where)
-        tools = self._chat(row[self._config.tools_key]) if self._config.tools_key else None
-        own = self._chat(row[self._config.chat_template_kwargs_key]) if self._config.chat_template_kwargs_key else None
-        prompt = make_prompt(
-            index, content, truth, self._config.chat, self._config.system, answer, pictures, tools, own, rejected
-        )  # fmt: skip
+        told = {"tools": self._config.tools_key, "chat_template_kwargs": self._config.chat_template_kwargs_key}
+        own: dict[str, Any] = {name: self._chat(row[key]) if key else None for name, key in told.items()}
+        chat, system = self._config.chat, self._config.system
+        prompt = make_prompt(index, content, truth, chat, system, answer, pictures, rejected, **own)
         if self._config.source_key:
             prompt = prompt.model_copy(update={"source": _named(index, self._config.source_key, row)})
         if self._config.images_key:
@@ -150,16 +149,15 @@ def not_blind(prompt: Prompt, lacks: str) -> Prompt:
 
 def make_prompt(
     index: int, content: Any, truth: Any, chat: bool, system: str | None, answer: Any = None,
-    pictures: tuple[bytes, ...] = (), tools: Any = None, told: Any = None, rejected: Any = None,
+    pictures: tuple[bytes, ...] = (), rejected: Any = None, **own: Any,
 ) -> Prompt:  # fmt: skip
-    """A prompt from text or from a list of chat messages, and so its own ``answer``, where it has one; which shows
-    ``pictures``, before its words where these do not say where, and tells of ``tools``, a list or JSON of one;
-    ``told``: what the chat template is told beside them, a map or JSON of one; ``rejected``: an answer that its own is
-    preferred to. Raises `DataError` for anything else."""
+    """A prompt from text or from a list of chat messages, and so its own ``answer``, where it has one, and the one that
+    is ``rejected``; which shows ``pictures``, before its words where these do not say where. ``own``: what else a
+    `Prompt` of this row has, such as ``tools``. Raises `DataError` for anything else."""
     for name, given in (("answer", answer), ("rejected", rejected)):
         if given is not None and not isinstance(given, str | list):
             raise DataError(f"row {index}: {name} is neither text nor a list of messages: {str(given)[:80]!r}")
-    own = {"truth": truth, "rejected": rejected, "pictures": pictures, "tools": tools, "chat_template_kwargs": told}
+    own |= {"truth": truth, "rejected": rejected, "pictures": pictures}
     if isinstance(content, str):
         if not content:
             raise DataError(f"row {index}: the prompt is empty")

@@ -81,8 +81,7 @@ class Written(PromptSource):
         row = json.loads(self._lines[index])
         if "prompt" in row:
             pictures = _as_files(row.get("images", ()))
-            answer, rejected, tools, told = map(row.get, OWN)
-            about = answer, pictures, tools, told, rejected
-            prompt = make_prompt(index, row["prompt"], row["truth"], True, None, *about)
+            own = {name: row.get(name) for name in OWN}
+            prompt = make_prompt(index, row["prompt"], row["truth"], True, None, pictures=pictures, **own)
             return not_blind(prompt, "it has no images")
         return Prompt.model_validate({**row, "pictures": _as_files(row.get("pictures", ()))})

@@ -131,7 +131,7 @@ def test_a_row_says_what_the_chat_template_is_told_over_what_its_source_says(tmp
 )  # fmt: skip
 def test_what_no_chat_template_can_be_told_costs_its_row(told: Any, why: str) -> None:
     with pytest.raises(DataError, match=f"row 3: its chat_template_kwargs: .*{why}"):
-        make_prompt(3, "hi", "1", True, None, told=told)
+        make_prompt(3, "hi", "1", True, None, chat_template_kwargs=told)
 
 
 @pytest.mark.parametrize("form", ["a line each", "one list", "with a mark and empty lines", "compressed"])
