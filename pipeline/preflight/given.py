@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.preflight.report import Report
@@ -21,7 +21,8 @@ def look_at_rows(config: Config, key: str, rows: Sequence[Prompt], report: Repor
     """Adds to ``report`` where the first ``rows`` of the data at ``key`` have no answers, and are to have some."""
     if rows and (key != TRAIN or config.rollout.given.answers):
         report.given[key] = list(rows)
-        _add(key, [_lacks(key, prompt, _paired(config, key)) for prompt in rows], report)
+        paired = _paired(config, key)
+        _add(key, [_lacks(key, prompt, paired) for prompt in rows], report, paired)
     elif rows and all(prompt.truth is None and prompt.answer is not None for prompt in rows):
         report.notes.append(
             f"{key}: its rows have an answer and no truth: an answer is learned as it is where rollout.given.answers "
@@ -47,7 +48,7 @@ def look_at_tokens(config: Config, tokenizer: Tokenizer, positions: int | None, 
                 why.append("")
             except Exception as error:  # a template may raise anything
                 why.append(f"row {prompt.index}: {error}")
-        _add(key, why, report)
+        _add(key, why, report, paired)
 
 
 def _paired(config: Config, key: str) -> bool:
@@ -59,20 +60,36 @@ def _lacks(key: str, prompt: Prompt, paired: bool) -> str:
     """Why a row has no answer, or, of a pair, no other one; empty: it has."""
     answer = own_answer(prompt)
     if is_answer(answer):
-        other = "" if is_answer(prompt.rejected) else f"{key}.rejected_key names its column"
-        return f"row {prompt.index}: it has no answer that its own is preferred to: {other}" if paired and other else ""
+        return f"row {prompt.index}: {_lacks_other(key, prompt, answer)}" * (paired and _unpaired(prompt, answer))
     found = not_answer(answer)
     return f"row {prompt.index}: its answer is {found}, not text or messages: {key}.answer_key names its column"
 
 
-def _add(key: str, why: list[str], report: Report) -> None:
+def _who_wants(key: str, paired: bool) -> str:
+    return "rollout.given.rejected" if paired else "rollout.given.answers" if key == TRAIN else key
+
+
+def _unpaired(prompt: Prompt, answer: Any) -> bool:
+    return not is_answer(prompt.rejected) or prompt.rejected == answer
+
+
+def _lacks_other(key: str, prompt: Prompt, answer: Any) -> str:
+    if prompt.rejected == answer:
+        return f"its two answers are the same: {key}.rejected_key names the column of another one than its own"
+    if prompt.rejected is None:
+        return f"it has no answer that its own is preferred to: {key}.rejected_key names its column"
+    return f"the answer that its own is preferred to is {not_answer(prompt.rejected)} ({key}.rejected_key)"
+
+
+def _add(key: str, why: list[str], report: Report, paired: bool = False) -> None:
     """``why`` not, of each row; empty where its answer can be given."""
     lacking = [words for words in why if words]
     if lacking:
+        what = "a pair" if paired else "an answer"
         which = "none" if len(lacking) == len(why) else f"{len(lacking)}"
-        words = f"{'rollout.given.answers' if key == TRAIN else key}: of the first {len(why)} rows "
+        words = f"{_who_wants(key, paired)}: of the first {len(why)} rows "
         words += f"of prompts.train {which} can" if key == TRAIN else f"{which} can"
         if len(lacking) == len(why):
-            report.problems.append(f"{words} give an answer; {lacking[0]}")
+            report.problems.append(f"{words} give {what}; {lacking[0]}")
         else:
-            report.notes.append(f"{words}not give an answer, and will be dropped; {lacking[0]}")
+            report.notes.append(f"{words}not give {what}, and will be dropped; {lacking[0]}")

@@ -28,9 +28,11 @@ def check(config: Config, path: str, tokenizer: Tokenizer) -> None:
     odd = odd or next(((key, name) for key, told in _said(config) for name in told if tokenizer.ignores(name)), None)
     if odd:
         key, name = odd
+        if not tokenizer.has_template:
+            raise SetupError(f"{key}: {path} has no chat template that could be told; give model.chat_template")
         raise SetupError(
-            f"{key}.{name}: the chat template of {path} does not look at it; mend its name, take it out, or, to "
-            f"evaluate another kind of model, give {key}={{}}"
+            f"{key}.{name}: the chat template of {path} does not look at it; mend its name, or take it out (of a "
+            f"file that is for another kind of model: {key}={{}})"
         )
 
 

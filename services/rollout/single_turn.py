@@ -85,6 +85,8 @@ class SingleTurn:
                 about = config.turns, lease.version, self._max_length, lease.sampling.candidates
                 one = given_trajectory(self._text, lease.prompt, *about, rejected)
                 found += [one if not config.rejected else preferred(one, not rejected)] * count
+        if config.rejected and np.array_equal(found[0].tokens, found[-1].tokens):
+            raise RequestError("the row's answer and the one that it is preferred to (rejected_key) are the same")
         return found
 
     def has(self, lease: Lease) -> bool:

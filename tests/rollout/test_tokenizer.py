@@ -101,7 +101,7 @@ def test_a_source_that_has_it_told_in_vain_is_named_before_the_run(folder: Path,
         train = {"type": "mix", "sources": {"many": plain, "few": told}}
     prompts = {"train": train, "eval": {"one": told if "eval" in where else plain}}
     config = Config.model_validate({"model": {"type": "pretrained", "path": str(folder)}, "prompts": prompts})
-    with pytest.raises(SetupError, match=f"{where}.chat_template_kwargs.enable_thinkin: the chat template of .* give"):
+    with pytest.raises(SetupError, match=f"{where}.chat_template_kwargs.enable_thinkin: the chat template of"):
         _encode(config, Report())
 
 
