@@ -60,7 +60,8 @@ def _lacks(key: str, prompt: Prompt, paired: bool) -> str:
     """Why a row has no answer, or, of a pair, no other one; empty: it has."""
     answer = own_answer(prompt)
     if is_answer(answer):
-        return f"row {prompt.index}: {_lacks_other(key, prompt, answer)}" * (paired and _unpaired(prompt, answer))
+        lacks = _lacks_other(key, prompt, answer) if paired else ""
+        return f"row {prompt.index}: {lacks}" if lacks else ""
     found = not_answer(answer)
     return f"row {prompt.index}: its answer is {found}, not text or messages: {key}.answer_key names its column"
 
@@ -69,16 +70,14 @@ def _who_wants(key: str, paired: bool) -> str:
     return "rollout.given.rejected" if paired else "rollout.given.answers" if key == TRAIN else key
 
 
-def _unpaired(prompt: Prompt, answer: Any) -> bool:
-    return not is_answer(prompt.rejected) or prompt.rejected == answer
-
-
 def _lacks_other(key: str, prompt: Prompt, answer: Any) -> str:
     if prompt.rejected == answer:
         return f"its two answers are the same: {key}.rejected_key names the column of another one than its own"
     if prompt.rejected is None:
         return f"it has no answer that its own is preferred to: {key}.rejected_key names its column"
-    return f"the answer that its own is preferred to is {not_answer(prompt.rejected)} ({key}.rejected_key)"
+    if not is_answer(prompt.rejected):
+        return f"the answer that its own is preferred to is {not_answer(prompt.rejected)} ({key}.rejected_key)"
+    return ""
 
 
 def _add(key: str, why: list[str], report: Report, paired: bool = False) -> None:

@@ -27,7 +27,7 @@ FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parque
 """Of local files, by the ending of their names."""
 OTHERS = ("source_key", "answer_key", "rejected_key", "images_key", "tools_key", "chat_template_kwargs_key")
 """What names a column, beside the prompt's and the truth's."""
-NAMED = (("answer",), ("rejected",), ("chat_template_kwargs",))
+NAMED = ("answer", "rejected", "chat_template_kwargs")
 """Of a prompt, what an error is told with the name of."""
 
 
@@ -187,7 +187,7 @@ def _prompt(index: int, answer: str | list[Any] | None, **said: Any) -> Prompt:
         return Prompt(index=index, answer=answer, **said)
     except ValidationError as error:
         first = error.errors()[0]
-        where = f"its {first['loc'][0]}: " if first["loc"][:1] in NAMED else ""
+        where = f"its {first['loc'][0]}: " if first["loc"] and first["loc"][0] in NAMED else ""
         raise DataError(f"row {index}: {where}{first['msg'].removeprefix('Value error, ')}") from None
 
 

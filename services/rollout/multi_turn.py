@@ -66,6 +66,13 @@ class _Session:
         return [part for part in self.parts if isinstance(part, Completion)]
 
     @property
+    def before(self) -> np.ndarray:
+        """int32: what was told before the last answer."""
+        given = self.parts[-2]
+        assert isinstance(given, np.ndarray), "answers follow what they answer"
+        return given
+
+    @property
     def tokens(self) -> np.ndarray:
         """int32: all of it so far."""
         return np.concatenate([part.tokens if isinstance(part, Completion) else part for part in self.parts])
@@ -151,9 +158,9 @@ class MultiTurn:
         session.parts.append(result)
         session.answered = len(session.pictures)
         tokens = result.tokens.tolist()
-        answer, given = self._text.decode([tokens])[0], session.parts[-2]
-        assert isinstance(given, np.ndarray)
-        marks = (self._text.decode_marked(tokens), self._text.decode_whole(given)) if self._marks else ("", "")
+        answer, marks = self._text.decode([tokens])[0], ("", "")
+        if self._marks:
+            marks = self._text.decode_marked(tokens), self._text.decode_whole(session.before)
         heard = self._hear(session, "step")
         self._pool.step(session.number, answer, heard, result.finish, self._thought(session), *marks)
         return None
@@ -248,8 +255,7 @@ class MultiTurn:
 
     def _thought(self, session: _Session) -> bool:
         """The template had begun a thought before the last answer."""
-        given = session.parts[-2]
-        return isinstance(given, np.ndarray) and self._text.begins_thought(given)
+        return self._text.begins_thought(session.before)
 
     def _observed(self, session: _Session, said: Any, last: Completion, pictures: Sequence[bytes]) -> np.ndarray:
         """int32 ``[tokens]`` of what is ``said`` to the answer ``last``."""

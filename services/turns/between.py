@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.services.modeling.answer_end import MARK
+from penstock.services.turns.beside import in_json
 from penstock.services.turns.calls_told import Message, marked_calls
 
 MOST_KEPT = 256
@@ -62,7 +62,7 @@ class ToldAgain:
         self._known: dict[str, bool] = {}
 
     def __call__(self, tools: Tools) -> bool:
-        key = json.dumps(tools, sort_keys=True, default=str)
+        key = in_json(tools)
         if key not in self._known:
             if len(self._known) >= MOST_KEPT:
                 self._known.clear()

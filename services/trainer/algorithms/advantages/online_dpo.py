@@ -3,12 +3,12 @@ arXiv:2305.18290, eq. 7 (``sigmoid``); Azar et al. 2023, arXiv:2310.12036, eq. 1
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
 
 from penstock.services.trainer.algorithms.advantages.branches import beside, of_sessions
+from penstock.services.trainer.algorithms.advantages.group_stats import Groups
 
 
 def online_dpo(
@@ -32,9 +32,9 @@ def online_dpo(
     whose gradient is that of −Σ A log π(y_t) with A = β σ(−β Δ), or 2 (1 / 2β − Δ), for y⁺, and minus that for y⁻. A
     is times the group's answers, so that a mean over all answers is the mean over groups. 0 where all are equally
     good. ``sessions`` ``[rows]``: branches of one session, which are one answer. ``tokens`` has no part in it."""
-    branches, of_session, whole = of_sessions(sessions, groups, scores.to(tokens.dtype))
-    worth = torch.zeros_like(whole)
-    for pair in _pairs(of_session, whole, beside(reference, policy, mask, branches, tokens.dtype)):
+    branches, pairs = _pairs(mask, groups, reference, policy, scores.to(tokens.dtype), sessions)
+    worth = torch.zeros_like(branches.count)
+    for pair in pairs:
         apart = pair.apart
         pull = beta * torch.sigmoid(-beta * apart) if shape == "sigmoid" else 2 * (1 / (2 * beta) - apart)
         pull = pull * pair.answers / pull.numel()
@@ -52,13 +52,24 @@ class _Pairs(NamedTuple):
     """``[best, worst]``: Δ."""
 
 
-def _pairs(of_session: torch.Tensor, whole: torch.Tensor, margins: torch.Tensor) -> Iterator[_Pairs]:
-    """``[sessions]``: the number of its group, its score, and h."""
+def _pairs(
+    mask: torch.Tensor,
+    groups: torch.Tensor,
+    reference: torch.Tensor,
+    policy: torch.Tensor,
+    scores: torch.Tensor,
+    sessions: torch.Tensor,
+) -> tuple[Groups, list[_Pairs]]:
+    """Rows by session, and the pairs of each group that has some, by the arguments of `online_dpo`, in the dtype of
+    ``scores``."""
+    branches, of_session, whole = of_sessions(sessions, groups, scores)
+    margins, found = beside(reference, policy, mask, branches, scores.dtype), list[_Pairs]()
     for number in torch.unique(of_session):
         mine = torch.nonzero(of_session == number)[:, 0]
         best, worst = (mine[whole[mine] == end] for end in (whole[mine].max(), whole[mine].min()))
         if whole[best[0]] != whole[worst[0]]:
-            yield _Pairs(len(mine), best, worst, margins[best][:, None] - margins[worst][None])
+            found.append(_Pairs(len(mine), best, worst, margins[best][:, None] - margins[worst][None]))
+    return branches, found
 
 
 def preferred(
@@ -71,10 +82,7 @@ def preferred(
 ) -> dict[str, float]:
     """Of the pairs of `online_dpo`, by its arguments: ``preferred_likelier``, the share whose Δ is above 0, and
     ``preferred_margin``, the mean of Δ, in nats. Empty where there is no pair."""
-    branches, of_session, whole = of_sessions(sessions, groups, scores)
-    apart = [
-        p.apart.flatten() for p in _pairs(of_session, whole, beside(reference, policy, mask, branches, scores.dtype))
-    ]
+    apart = [pair.apart.flatten() for pair in _pairs(mask, groups, reference, policy, scores, sessions)[1]]
     if not apart:
         return {}
     every = torch.cat(apart)
