@@ -15,6 +15,12 @@ def check_colocated(config: Any) -> None:
             f"rollout.engine.start_s={engine.start_s:g} must be less than run.turn_s={config.run.turn_s:g}: while an "
             "engine starts it does not give its GPUs up"
         )
+    for name, program in config.sleepers.items():
+        if program.ready_s >= config.run.turn_s:
+            raise ValueError(
+                f"programs.{name}.ready_s={program.ready_s:g} must be less than run.turn_s={config.run.turn_s:g}: "
+                "while it loads, after it has died, it does not give its GPUs up"
+            )
     if isinstance(engine, PluginEngineConfig) and engine.over_http:
         raise ValueError(
             f"run.placement=colocated: a server over HTTP ({engine.name}) does not sleep; use "

@@ -34,6 +34,17 @@ class ProgramConfig(Section):
     """Seconds in which `ready` must answer: a large model takes minutes to load."""
     gpus: int = Field(0, ge=0)
     """GPUs of this machine that are its own, e.g. ``1``: the last ones; the run has the others. 0: it sees none."""
+    sleep: str | None = None
+    """With `run.placement`: colocated its `gpus` are the trainer's, and it sleeps while a learner works: what is posted
+    to then, with an empty JSON object, e.g. ``http://127.0.0.1:8431/sleep`` of vLLM (``--enable-sleep-mode``, and
+    ``VLLM_SERVER_DEV_MODE: "1"`` in `env`) or ``http://127.0.0.1:8431/release_memory_occupation`` of SGLang
+    (``--enable-memory-saver``). null: they are its own. See docs/scoring.md."""
+    wake: str | None = None
+    """What is posted to so that it wakes, e.g. ``http://127.0.0.1:8431/wake_up``, or
+    ``http://127.0.0.1:8431/resume_memory_occupation``."""
+    gpu_gib: float | None = Field(None, gt=0)
+    """GiB that it takes of each of its GPUs while it is awake, e.g. ``20``: `penstock plan` counts them where it
+    sleeps. null: it does not know."""
     env: dict[str, str] = {}
     """Environment variables that it has beside those of `penstock run`, e.g. ``{HF_HUB_OFFLINE: "1"}``. They are
     written to the run's folder: set secrets where the run is started."""
@@ -57,6 +68,27 @@ class ProgramConfig(Section):
                 f"{value!r} cannot be asked; give e.g. http://127.0.0.1:8431/health or tcp://127.0.0.1:6333"
             )
         return value
+
+    @field_validator("sleep", "wake")
+    @classmethod
+    def _can_be_posted_to(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        if value.startswith("tcp:"):
+            raise ValueError(f"{value!r} cannot be posted to; give e.g. http://127.0.0.1:8431/sleep")
+        return cls._is_somewhere(value)
+
+    @model_validator(mode="after")
+    def _wakes_again(self) -> ProgramConfig:
+        if (self.sleep is None) != (self.wake is None):
+            there, lacks = ("sleep", "wake") if self.sleep else ("wake", "sleep")
+            raise ValueError(f"{there} and no {lacks}: one that sleeps has to wake; give {lacks} too")
+        if self.sleep and self.of_run:
+            raise ValueError(
+                f"sleep: a program that is told of the run ({RUN}) is started behind all else, and never sleeps; leave "
+                "sleep and wake out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _waits_for_one_thing(self) -> ProgramConfig:

@@ -77,7 +77,8 @@ class RunConfig(Section):
     before anything starts."""
     placement: Literal["as_given", "colocated", "auto"] = "as_given"
     """Who gets which GPUs: ``as_given``, each process its own, as `trainer.ranks`, `rollout.count` and so on say;
-    ``colocated``: rollouts, reference and critic are on the trainer's, and take turns with it; ``auto``: `penstock run`
+    ``colocated``: rollouts, reference, critic and programs that sleep are on the trainer's, and take turns with it;
+    ``auto``: `penstock run`
     takes the fastest layout on paper that fits the GPUs of this machine, and says why. See docs/memory.md."""
     turn_s: float = Field(900.0, gt=0)
     """With `placement`: colocated, so many seconds may pass until rollouts and all others sleep and trainer, or critic,
@@ -158,6 +159,11 @@ class Config(Section):
     programs: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], ProgramConfig] = {}
     """Programs of others beside the run, by name. `penstock run` starts them, and ends them with the run, e.g.
     ``{judge: {command: vllm serve Qwen/Qwen3-8B --port 8431, ready: "http://127.0.0.1:8431/health", gpus: 1}}``."""
+
+    @property
+    def sleepers(self) -> dict[str, ProgramConfig]:
+        """Programs on the trainer's devices, which sleep while a learner works."""
+        return {name: program for name, program in self.programs.items() if program.sleep and self.run.colocated}
 
     @property
     def template(self) -> dict[str, Any]:

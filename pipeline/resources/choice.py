@@ -53,6 +53,11 @@ def choose(config: Config) -> Choice:
             f"run.placement: auto lays out the GPUs of one machine, and run.elsewhere={list(config.run.elsewhere)} has "
             "others start some processes; take what `penstock plan FILE --gpus …` says, and as_given"
         )
+    if sleeps := next((name for name, program in config.programs.items() if program.sleep), ""):
+        raise ConfigError(
+            f"programs.{sleeps}.sleep: run.placement=auto does not lay out programs that sleep; take what `penstock "
+            "plan FILE --gpus …` says of run.placement=colocated, or leave sleep and wake out"
+        )
     if not gpus or isinstance(config.model, TinyModel):
         what = "model.type=tiny fits anywhere" if gpus else "there is no GPU"
         return Choice((), (), f"run.placement: auto leaves everything as the file says: {what}")

@@ -16,8 +16,8 @@ def total_gpus(config: Config) -> int:
 
 
 def gpus_of_programs(config: Config) -> int:
-    """GPUs of the programs that it starts beside itself."""
-    return sum(program.gpus for program in config.programs.values())
+    """GPUs of the programs that it starts beside itself, but for those that sleep on the trainer's."""
+    return sum(program.gpus for name, program in config.programs.items() if name not in config.sleepers)
 
 
 def gpus_but(config: Config, kinds: Collection[str]) -> int:

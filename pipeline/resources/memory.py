@@ -309,6 +309,7 @@ def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> N
     context = "the contexts of trainer and critic" if critics else "the trainer's context"
     known = {"the reference": reference_gib(config)} if config.with_reference else {}
     known |= {f"scorers.{kind}": scorer_gib(config, kind) for kind, s in config.scorers.items() if not s.own_gpus}
+    known |= {f"programs.{name}": program.gpu_gib for name, program in config.sleepers.items() if program.gpus}
     others = " and ".join([*(name for name, need in known.items() if need), context])
     if unknown := [name for name, need in known.items() if need is None]:
         others += f" ({', '.join(unknown)} not counted)"

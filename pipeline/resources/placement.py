@@ -104,6 +104,24 @@ def seated(config: Config, gpus: list[str], wanting: Mapping[str, int]) -> dict[
     return _in_order(gpus, engines) | {name: ",".join(islice(seats, count)) for name, count in others.items()}
 
 
+def beds(config: Config, gpus: list[str]) -> dict[str, list[str]]:
+    """GPUs of each program that sleeps, by its name: of those that a run with ``gpus`` gives its trainer, from the last
+    on, behind the seats of other guests. Raises `ConfigError` where there are too few."""
+    wide = {name: program.gpus for name, program in config.sleepers.items() if program.gpus}
+    if not wide:
+        return {name: [] for name in config.sleepers}
+    shared = [name for name in place(config, gpus).get("trainer", "").split(",") if name]
+    if most := next((name for name, count in wide.items() if count > len(shared)), ""):
+        raise ConfigError(
+            f"programs.{most}.gpus={wide[most]}: with sleep they are the trainer's (run.placement=colocated), which "
+            f"has {len(shared)} here (trainer.ranks={config.trainer.ranks}); use fewer"
+        )
+    specs = registry.actors(config)
+    taken = sum(specs[kind].count(config) * specs[kind].gpus(config) for kind in guests_beside_rollouts(config))
+    seats = islice(cycle(reversed(shared)), taken % len(shared), None)
+    return {name: list(islice(seats, program.gpus)) for name, program in config.sleepers.items()}
+
+
 def seats_of(config: Config, kind: str, number: int) -> list[int]:
     """Which of the trainer's GPUs, by their places, the guest ``number`` of this ``kind``, not a rollout, has among
     those of one machine: as `seated` deals them."""

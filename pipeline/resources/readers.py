@@ -19,14 +19,19 @@ BATCH, LONGEST = 8192, 8192
 """Of the built-in scorers, `tokens_per_batch` and `max_length` where nothing else is said."""
 
 
+NO_CONFIG = "no config.json of {} here, of a decoder that is known"
+
+
 def readers_each(config: Config, ranks: int) -> tuple[int, float]:
-    """References and scorers beside an engine on one GPU of a trainer of so many ``ranks`` (`run.placement`:
-    colocated): how many at most, and GiB of theirs at most, as `placement.seated` deals them. What is of no known size
-    counts as nothing."""
+    """References, scorers and programs beside an engine on one GPU of a trainer of so many ``ranks`` (`run.placement`:
+    colocated): how many at most, and GiB of theirs at most, as `placement.seated` and `beds` deal them. What is of no
+    known size counts as nothing."""
     seats = config.reference.count * config.reference.gpus if config.with_reference else 0
     sizes = [reference_gib(config) or 0.0] * seats
     for kind, scorer in config.scorers.items():
         sizes += [scorer_gib(config, kind) or 0.0] * (0 if scorer.own_gpus else scorer.count * scorer.gpus)
+    for program in config.sleepers.values():
+        sizes += [program.gpu_gib or 0.0] * program.gpus
     dealt = [sizes[place::ranks] for place in range(ranks)]
     return max(map(len, dealt)), max(map(sum, dealt))
 
@@ -102,21 +107,21 @@ def shorter(config: Config) -> str:
 
 def uncounted(config: Config) -> str:
     """Says who computes on GPUs beside trainer and rollouts and is not counted, with why; empty: nobody."""
-    told = [
-        f"{kind} ({f'no config.json of {path} here, of a decoder that is known' if path else 'a class of your own'})"
-        for kind, path in _beside(config)
-    ]
+    told = [f"{kind} ({why})" for kind, why in _beside(config)]
     return f"not counted: {', '.join(told)}" if told else ""
 
 
-def _beside(config: Config) -> Iterator[tuple[str, str | None]]:
-    """Those, with the path of each one's model; None: of no model that is known of."""
+def _beside(config: Config) -> Iterator[tuple[str, str]]:
+    """Those, with why."""
     policy = getattr(config.model, "path", None)
     learners = (("reference", config.reference, config.with_reference), ("critic", config.critic, config.with_critic))
     for kind, section, there in learners:
         if there and section.device != "cpu" and shape_of(config, section.path) is None:
-            yield kind, section.path or policy
+            yield kind, NO_CONFIG.format(section.path or policy)
     for kind, scorer in config.scorers.items():
         if scorer.gpus and scorer_gib(config, kind) is None:
             path = scorer.options.get("path") if scorer.built_in else None
-            yield f"scorers.{kind}", str(path) if path else None
+            yield f"scorers.{kind}", NO_CONFIG.format(path) if path else "a class of your own"
+    for name, program in config.sleepers.items():
+        if program.gpus and program.gpu_gib is None:
+            yield f"programs.{name}", f"programs.{name}.gpu_gib would say"

@@ -82,8 +82,9 @@ def _layouts(config: Config, shape: Shape, count: int, device: Device, load: Loa
     if config.trainer.lora or config.trainer.wants_whole:
         adapters = [config.trainer.lora]
     tensors, (values, learns) = [*_tensor_parallel(config, shape, device)], critic_times(config, load, device)
+    apart = sum(program.gpus for program in config.sleepers.values())  # which have their own where nobody takes turns
     for lora, ranks in product(adapters, _ranks(count)):
-        dealt = [*_dealt(config, shape, count - ranks, device, load, tensors)]
+        dealt = [*_dealt(config, shape, count - apart - ranks, device, load, tensors)]
         plain = _plain(config, ranks, lora)
         if dealt and (found := _fastest(config, shape, plain, load, device)):
             trainer, seconds, faster, faster_s = found
@@ -199,6 +200,7 @@ def _colocated(
     ranks = count - gpus_but(config, ("trainer", *sharers(config)))
     specs = registry.actors(config)
     wide = [specs[kind].gpus(config) for kind in guests_beside_rollouts(config)]
+    wide += [program.gpus for program in config.sleepers.values()]
     if ranks < 1 or (ranks > MACHINE and ranks % MACHINE) or max(wide, default=0) > min(ranks, MACHINE):
         return
     (each, beside), critics = readers_each(config, ranks), critics_each(config)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import shutil
-import socket
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
@@ -21,14 +16,17 @@ from rich.console import Console
 from penstock.pipeline.config import Config, ConfigError
 from penstock.pipeline.config.programs import RUN, ProgramConfig
 from penstock.pipeline.resources.gpus import gpus_of_programs
+from penstock.pipeline.resources.placement import beds
+from penstock.pipeline.run.answering import lacks, refuses
+from penstock.pipeline.run.keeper import Keeper
 from penstock.pipeline.run.supervisor import Child, Supervisor
 from penstock.services.runtime import logs
 from penstock.services.runtime.gpus import VISIBLE, visible_gpus
 from penstock.services.runtime.guard import guarded
 from penstock.services.runtime.user_folders import folder_of, path_with_ours
 
-ASK_S, ANSWER_S = 0.3, 2.0
-"""Between two looks at whether a program is ready; and for it to say so."""
+ASK_S = 0.3
+"""Between two looks at whether a program is ready."""
 STOP_S, LEAVE_S = 10.0, 5.0
 """More than its guard gives it; and for one of a start before, which was killed, to be gone."""
 TELL_S = 30.0
@@ -40,7 +38,8 @@ class Programs:
 
     def __init__(self, config: Config, gpus: dict[str, str], logs: Path) -> None:
         self._configs, self._gpus, self._logs = config.programs, gpus, logs
-        self._supervisor = Supervisor(config.run.max_restarts)
+        self._sleepers, self._turn_s = config.sleepers, config.run.turn_s
+        self._supervisor, self._keepers = Supervisor(config.run.max_restarts), list[Keeper]()
 
     @property
     def children(self) -> list[Child]:
@@ -58,7 +57,7 @@ class Programs:
         logs.silence()
         patient = time.monotonic() + LEAVE_S
         for name, program in self._configs.items():
-            while program.ready and not _lacks(program.ready):
+            while program.ready and not lacks(program.ready):
                 if time.monotonic() < patient:
                     time.sleep(ASK_S)
                     continue
@@ -74,6 +73,15 @@ class Programs:
         if waited_for:
             with console.status(f"waiting for {words} …"):
                 self._wait_for(waited_for, "" if console.is_terminal else words)
+        for name, program in self._sleepers.items():
+            self._try_to_sleep(name, program)
+
+    def rest(self, run: Path) -> None:
+        """The run in the folder ``run`` begins: those that sleep do, until its learners let them wake."""
+        children = {child.name: child for child in self.children}
+        for name, program in self._sleepers.items():
+            gpus = [each for each in self._gpus.get(name, "").split(",") if each]
+            self._keepers.append(Keeper(name, program, children[_called(name)], run, gpus, self._turn_s))
 
     def begin(self, run: Path) -> None:
         """The run in the folder ``run`` is under way: starts those that are told of it."""
@@ -89,12 +97,25 @@ class Programs:
 
     def close(self) -> None:
         """Ends them all."""
+        for keeper in self._keepers:
+            keeper.close()
         self._supervisor.stop(STOP_S)
 
     def _start(self, name: str, program: ProgramConfig, words: list[str]) -> None:
         env = {"PATH": path_with_ours(), VISIBLE: self._gpus.get(name, ""), **program.env}
         command, log = guarded(words, [*os.environ, *env]), self._logs / f"program-{name}.stderr"
         self._supervisor.start(_called(name), command, log, env, foreign=True, folder=folder_of(words))
+
+    def _try_to_sleep(self, name: str, program: ProgramConfig) -> None:
+        """Once there and back, before anything is begun that would need it. Raises `ConfigError`."""
+        for key, url in (("sleep", program.sleep or ""), ("wake", program.wake or "")):
+            if why := refuses(url, program.ready_s):
+                raise ConfigError(
+                    f"programs.{name}.{key}: {url} {why}; give what the server has for it, which vLLM has with "
+                    '--enable-sleep-mode and env: {VLLM_SERVER_DEV_MODE: "1"}, and SGLang with --enable-memory-saver'
+                )
+        if program.ready:
+            self._wait_for({_called(name): program}, "")
 
     def _wait_for(self, programs: Mapping[str, ProgramConfig], words: str) -> None:
         """By the names of their processes. ``words``: told to who has no terminal; then how it stands, now and then."""
@@ -103,8 +124,8 @@ class Programs:
         if words:
             typer.echo(f"waiting for {words}; what they say: {self._logs}/program-NAME.stderr", err=True)
         while left:
-            lacks = {name: _lacks(program.ready or "") for name, program in left.items()}
-            left = {name: program for name, program in left.items() if lacks[name]}
+            lacking = {name: lacks(program.ready or "") for name, program in left.items()}
+            left = {name: program for name, program in left.items() if lacking[name]}
             for child in children.values():
                 if child.process is not None and child.process.poll() is not None:
                     how = f"{child.name} ended with exit code {child.process.returncode} before the run could begin"
@@ -113,7 +134,7 @@ class Programs:
             for name, program in left.items():
                 if waited_s > program.ready_s:
                     raise ConfigError(
-                        f"{name}.ready: {program.ready} {lacks[name]}, {program.ready_s:g} s after the program was "
+                        f"{name}.ready: {program.ready} {lacking[name]}, {program.ready_s:g} s after the program was "
                         f"started ({name}.ready_s); {_last(children[name])}"
                     )
             if words and left and time.monotonic() > told + TELL_S:
@@ -147,27 +168,35 @@ def started(config: Config, folder: Path | None, console: Console) -> Iterator[P
 def too_few_gpus(config: Config) -> str:
     """Why this machine has too few GPUs for the programs; empty: it has enough."""
     wanted = gpus_of_programs(config)
-    there = len(visible_gpus()) if wanted else 0
+    gpus = visible_gpus() if wanted or config.sleepers else []
+    there = len(gpus)
     if not wanted or there > wanted or (there == wanted and config.trainer.device == "cpu"):
+        try:
+            beds(config, gpus[: there - wanted])
+        except ConfigError as error:
+            return str(error)
         return ""
     many = ", ".join(f"{name} {program.gpus}" for name, program in config.programs.items() if program.gpus)
     return (
         f"programs: they want {wanted} GPU{'s' * (wanted > 1)} of their own ({many}) beside those of the run, and this "
-        f"machine has {there}: give them fewer (programs.NAME.gpus), or start them on another machine yourself"
+        f"machine has {there}: give them fewer (programs.NAME.gpus), start them on another machine yourself, or share "
+        "the trainer's (programs.NAME.sleep, with run.placement=colocated)"
     )
 
 
 @contextmanager
 def of_their_own(config: Config) -> Iterator[dict[str, str]]:
-    """CUDA_VISIBLE_DEVICES of each program that wants GPUs: the last ones, where there are enough. This process, and
-    what it starts, sees the others alone meanwhile."""
-    if not gpus_of_programs(config) or too_few_gpus(config):
+    """CUDA_VISIBLE_DEVICES of each program that wants GPUs: the last ones, where there are enough, or, of one that
+    sleeps, some of the trainer's. This process, and what it starts, does not see those that are a program's own
+    meanwhile."""
+    if not any(program.gpus for program in config.programs.values()) or too_few_gpus(config):
         yield {}
         return
-    left, before, found = visible_gpus(), os.environ.get(VISIBLE), {}
+    left, before, found = visible_gpus(), os.environ.get(VISIBLE), dict[str, str]()
     for name, program in config.programs.items():
-        if program.gpus:
+        if program.gpus and name not in config.sleepers:
             found[name], left = ",".join(left[-program.gpus :]), left[: -program.gpus]
+    found |= {name: ",".join(gpus) for name, gpus in beds(config, left).items()}
     os.environ[VISIBLE] = ",".join(left)
     try:
         yield found
@@ -184,20 +213,3 @@ def _called(name: str) -> str:
 
 def _last(child: Child) -> str:
     return f"its last words: {child.last_words() or 'none'}; all of them: {child.stderr}"
-
-
-def _lacks(url: str) -> str:
-    """Why what listens at ``url`` is not ready; empty: it is."""
-    parts = urlsplit(url)
-    try:
-        if parts.scheme == "tcp":
-            assert parts.hostname and parts.port
-            socket.create_connection((parts.hostname, parts.port), ANSWER_S).close()
-            return ""
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        direct.open(url, timeout=ANSWER_S).close()
-    except urllib.error.HTTPError as error:
-        return f"answers {error.code} ({error.reason})"
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        return f"does not answer ({getattr(error, 'reason', error)})"
-    return ""

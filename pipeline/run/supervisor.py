@@ -64,6 +64,8 @@ class Child:
     failures: int = 0
     """Deaths in quick succession."""
     start_again_at: float | None = None
+    may_start: Callable[[], bool] = lambda: True
+    """Asked when that has come: whether it may be started again by now."""
     leaving: bool = False
     """It ended with exit code 0, and is started again unless the run ends too."""
     done: bool = False
@@ -123,7 +125,7 @@ class Supervisor:
         for child in self.children:
             if names is not None and child.name not in names:
                 continue
-            if child.start_again_at is not None and now >= child.start_again_at:
+            if child.start_again_at is not None and now >= child.start_again_at and child.may_start():
                 child.start_again_at, child.leaving = None, False
                 child.restarts += 1
                 self._spawn(child)

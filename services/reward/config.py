@@ -119,6 +119,11 @@ class FunctionConfig(Section):
             raise ValueError("per_minute: nothing is called for what an environment gave; take it out")
         return self
 
+    @property
+    def may_ask(self) -> bool:
+        """It may ask a program beside the run."""
+        return self.function in ASKING or self.function not in REGISTRY
+
     def program(self, key: str, processes: int = 1) -> Program:
         """For a worker; ``key`` is where it stands in the config. As many reward ``processes`` share its pace."""
         function = REGISTRY.get(self.function, self.function)

@@ -19,6 +19,7 @@ from penstock.services.reward.other_forms import more_of_prompt
 from penstock.services.runtime import allowance
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.scorer import Answer, ScorerActor, ScoringTask
+from penstock.services.runtime.sleepers import caller
 from penstock.services.user_processes.pool import WorkerPool
 from penstock.services.user_processes.worker import Call, ProgramError, Worker
 
@@ -46,6 +47,7 @@ class Reward:
             column: WorkerPool(program, workers, config.concurrency, worker=begun[column])
             for column, program in programs.items()
         }
+        self._asking = [pool for column, pool in self._pools.items() if self._functions[column].may_ask]
         self._failed: Counter[str] = Counter()
         """Calls without a reward, by column; those that were too late by column and `LATE`."""
 
@@ -109,6 +111,21 @@ class Reward:
                 found[f"calls_failed/{column}"] = self._failed[column]
                 found[f"calls_timed_out/{column}"] = self._failed[column + LATE]
         return found
+
+    @property
+    def under_way(self) -> int:
+        """Calls of functions that may ask programs, which workers have: see `sleepers.Calls`."""
+        return sum(pool.under_way for pool in self._asking)
+
+    def hold(self) -> None:
+        """Begins none of these from now on."""
+        for pool in self._asking:
+            pool.hold()
+
+    def go(self) -> None:
+        """Begins them again."""
+        for pool in self._asking:
+            pool.go()
 
     def close(self) -> None:
         """Ends all workers."""
@@ -219,4 +236,5 @@ def _part(task: ScoringTask, column: str, sample: int) -> Any:
 def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:
     """The actor, for a run's whole config."""
     workers = config.reward.workers or allowance.spare_cores(config, config.reward.count, MOST_WORKERS)
-    return ScorerActor(kind, context, Reward(config.reward, workers, config.sampling.trajectories))
+    reward = Reward(config.reward, workers, config.sampling.trajectories)
+    return ScorerActor(kind, context, reward, caller(context, config, reward))

@@ -25,6 +25,7 @@ from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.plugins import load_plugin
 from penstock.services.runtime.scorer import Answer, Key, ScorerActor, ScoringTask
 from penstock.services.runtime.settings import Section
+from penstock.services.runtime.sleepers import NoCalls, caller
 
 log = structlog.get_logger()
 
@@ -105,6 +106,11 @@ class ScorerConfig(Section):
         """Where its own column is not declared, the look before a run says so."""
         there = self.top_k and self.writes in self.columns
         return list(top_columns(self.writes, self.top_k, kind, **more)) if there else []
+
+    @property
+    def may_ask(self) -> bool:
+        """It may ask a program beside the run."""
+        return self.scorer == SERVED or not self.built_in
 
     @property
     def top_k(self) -> int:
@@ -299,5 +305,5 @@ def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:
     if config.run.colocated and not scorer.own_gpus:
         turn = device_turn.enter(context.folder, context.name, str(scorer.options.get("device") or "auto"), scorer.gpus)
     made = CustomScorer(scorer, kind, config.rollout.sampling.temperature, config.run.deterministic)
-    guest = Guest(turn, made.sleep, made.wake) if turn else None
-    return ScorerActor(kind, context, made, guest, **hung)
+    asks = caller(context, config, NoCalls()) if scorer.may_ask else None
+    return ScorerActor(kind, context, made, Guest(turn, made.sleep, made.wake) if turn else asks, **hung)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -56,10 +56,16 @@ def devices_here(device: str, count: int = 0) -> tuple[str, ...]:
     gpus = [] if device.startswith("cpu") else visible_gpus()
     if ":" in device:  # one by its number, which is not looked for here
         count = 0
+    return named(gpus[: count or len(gpus)])
+
+
+def named(gpus: Sequence[str]) -> tuple[str, ...]:
+    """GPUs of this process, as CUDA_VISIBLE_DEVICES has them, or where there are none this machine's CPU, by such
+    names."""
     if not gpus:
         return (f"cpu-{machine()}",)
     known = {name: gpu.uuid for name, gpu in chosen_gpus().items()}
-    return tuple(known.get(name, name) for name in gpus[: count or len(gpus)])
+    return tuple(known.get(name, name) for name in gpus)
 
 
 def forget_turns(run_folder: Path) -> None:

@@ -26,7 +26,7 @@ from penstock.protocols.packed_groups import unpack_group
 from penstock.protocols.wire import WireError
 from penstock.services.runtime import health
 from penstock.services.runtime.actor import Actor, ActorContext
-from penstock.services.runtime.device_turn import LOOK_S, Guest
+from penstock.services.runtime.device_turn import LOOK_S
 from penstock.services.runtime.plain import visible
 from penstock.services.runtime.watchdog import ended_if_hung
 
@@ -77,6 +77,17 @@ class Scorer(Protocol):
         """Ends what it has started."""
 
 
+class Waking(Protocol):
+    """Who says whether a scorer may begin groups: a `device_turn.Guest`, or a `sleepers.Caller`."""
+
+    @property
+    def awake(self) -> bool:
+        """What `poll` said last."""
+
+    def poll(self) -> bool:
+        """Whether it may, up to the next time; called often."""
+
+
 @dataclass(frozen=True)
 class _Answered:
     """Posted to the inbox, so that answers of any thread leave in the loop's."""
@@ -100,12 +111,13 @@ class ScorerActor:
         kind: str,
         context: ActorContext,
         scorer: Scorer,
-        guest: Guest | None = None,
+        guest: Waking | None = None,
         hung_s: float = HUNG_S,
         hung_key: str = "",
     ) -> None:
-        """``guest``: on the trainer's device, where it scores while that does not work. ``hung_s``: a scorer that has
-        not come back for so long is ended; ``hung_key`` is the config's key of it, where there is one."""
+        """``guest``: says when it may score, where something that it needs sleeps while the trainer works. ``hung_s``:
+        a scorer that has not come back for so long is ended; ``hung_key`` is the config's key of it, where there is
+        one."""
         self.actor = Actor(kind, context)
         self._scorer, self._guest = scorer, guest
         self._hung_s, self._hung_key = hung_s, hung_key

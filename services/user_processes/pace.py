@@ -1,4 +1,4 @@
-"""How fast calls of one program may begin."""
+"""When calls of one program may begin."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ BURST_S = 1.0
 
 
 class Pace:
-    """At most so many calls ``per_minute`` begin, over all who share it; None: as many as they like."""
+    """At most so many calls ``per_minute`` begin, over all who share it; None: as many as they like. None begins while
+    it is ``held``."""
 
     def __init__(self, per_minute: float | None) -> None:
         self._each_s = 60 / per_minute if per_minute else 0.0
         self._lock = threading.Lock()
+        self.held = False
+        self.beginning = threading.Lock()
+        """Held by who begins a call, until that is under way."""
         self._next = 0.0
         """When the next call would begin, if none had ever been late."""
 
@@ -24,6 +28,8 @@ class Pace:
 
     def begin(self) -> bool:
         """A call begins, if one may."""
+        if self.held:
+            return False
         if not self._each_s:
             return True
         with self._lock:

@@ -19,6 +19,7 @@ class WorkerPool:
         it while that works. Raises `ProgramError`."""
         self.program = program
         first = WorkerQueue(program, limit, worker=worker)
+        self._pace = first.pace
         count = 1 if first.worker.asynchronous else workers
         self._queues = [first, *(WorkerQueue(program, limit, first.shared, pace=first.pace) for _ in range(count - 1))]
         self._open = 0
@@ -52,6 +53,17 @@ class WorkerPool:
             if not each.under_way:
                 each.wake()
         return call.future
+
+    def hold(self) -> None:
+        """No call begins from now on; `under_way` has those that have begun."""
+        with self._pace.beginning:
+            self._pace.held = True
+
+    def go(self) -> None:
+        """Calls begin again."""
+        self._pace.held = False
+        for each in self._queues:
+            each.wake()
 
     def close(self) -> None:
         """Ends all workers."""

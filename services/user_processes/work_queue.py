@@ -172,9 +172,8 @@ class WorkerQueue:
 
     def _send_waiting(self) -> None:
         sending: dict[int, Call] = {}
-        while len(self._under_way) < self._limit and self._may_begin() and (call := self._take()):
-            self._next += 1
-            self._under_way[self._next] = sending[self._next] = call
+        while len(self._under_way) < self._limit and (call := self._begun()):
+            sending[self._next] = call
             if self.worker.asynchronous:
                 call.deadline = time.monotonic() + self.program.timeout_s + GRACE_S
             elif len(self._under_way) == 1:
@@ -183,8 +182,14 @@ class WorkerQueue:
         if sending:
             self.worker.send(sending, next(iter(self._under_way.values())).deadline)
 
-    def _may_begin(self) -> bool:
-        return self._waits() and self.pace.begin()
+    def _begun(self) -> Call | None:
+        """The next one, which is under way from now on; None where there is none, or none may begin yet."""
+        with self.pace.beginning:
+            call = self._take() if self._waits() and self.pace.begin() else None
+            if call:
+                self._next += 1
+                self._under_way[self._next] = call
+            return call
 
     def _waits(self) -> bool:
         return bool(self._again) or not self._waiting.empty()
@@ -219,7 +224,7 @@ class WorkerQueue:
         the order of deadlines."""
         first = next(iter(self._under_way.values()), None)
         waits = [max(0.0, first.deadline - time.monotonic())] if first else []
-        if len(self._under_way) < self._limit and self._waits():  # also where it may by now
+        if len(self._under_way) < self._limit and self._waits() and not self.pace.held:  # also where it may by now
             waits.append(self.pace.wait_s())
         return min(waits, default=None)
 

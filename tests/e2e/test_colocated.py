@@ -10,13 +10,15 @@ import psutil
 import pytest
 
 from penstock.pipeline.run.summary import steps_of
-from tests.e2e.runs import WHOLE, Run, check_promises
+from tests.e2e.runs import ROOT, WHOLE, Run, check_promises, free_port
 from tests.e2e.test_join import join, until
 
 PPO = ["trainer.algorithm.preset=ppo", "critic.optimizer.lr=1.0e-3"]
 COLOCATED = [*WHOLE, "run.placement=colocated", "run.log_level=debug"]
 
 KILLED = "trained:2,published:3,critic-taken:1,critic-valued:3,critic-trained:4"
+
+SERVER = str(ROOT / "tests" / "e2e" / "sleeping_judge.py")
 
 Span = tuple[datetime, datetime]
 
@@ -108,3 +110,31 @@ def test_learners_that_are_killed_at_work_give_the_devices_back(tmp_path: Path) 
     summary = run.wait()
     check_promises(summary)
     assert summary["groups_trained"] == 6 * 8 and summary["restarts"] >= 5
+
+
+def test_a_judge_that_the_run_starts_sleeps_while_a_learner_works(tmp_path: Path) -> None:
+    """Nobody asks it meanwhile, and one that is killed is started again behind the learner's turn."""
+    log, port = tmp_path / "judge.jsonl", free_port()
+    judge = {
+        "command": f"python {SERVER} {port} {log}", "ready": f"http://127.0.0.1:{port}/",
+        "sleep": f"http://127.0.0.1:{port}/sleep", "wake": f"http://127.0.0.1:{port}/wake_up",
+    }  # fmt: skip
+    functions = [{"function": "judge", "options": {"url": f"http://127.0.0.1:{port}/v1", "model": "judge"}}]
+    more = ["gate.max_lag=1", "trainer.steps=8", f"programs={json.dumps({'judge': judge})}"]
+    run = Run(tmp_path, [*COLOCATED, *more, f"reward.functions={json.dumps(functions)}"])
+    run.wait_for_step(3)
+    for process in psutil.process_iter(["cmdline"]):
+        if process.info["cmdline"] and process.info["cmdline"][-1] == str(log) and SERVER in process.info["cmdline"]:
+            process.kill()
+    summary = run.wait()
+    check_promises(summary)
+    assert summary["steps"] == 8 and summary["restarts"] == 1
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert {row["event"] for row in rows} == {"loading", "asleep", "awake"}
+    turns = spans(run, "trainer", "at work", "at rest")
+    logged = log.read_text()
+    (run.folder / "logs" / "judge.jsonl").write_text(logged)
+    awake = spans(run, "judge", "awake", "asleep")
+    assert len(turns) >= 8 and len(awake) >= 3 and not overlaps(turns, awake)
+    loading = [datetime.fromisoformat(row["timestamp"]) for row in rows if row["event"] == "loading"]
+    assert len(loading) == 2 and not any(begin < loading[1] < end for begin, end in turns)

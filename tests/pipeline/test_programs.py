@@ -20,8 +20,11 @@ from penstock.pipeline.launch.parts import parts_of
 from penstock.pipeline.preflight.look import look
 from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.run import programs as running
+from penstock.pipeline.run.answering import lacks
 from penstock.pipeline.run.programs import of_their_own, started
+from penstock.services.runtime.device_turn import TURNS, LearnersTurn, devices_here
 from penstock.services.runtime.gpus import VISIBLE
+from penstock.services.runtime.sleepers import Caller, NoCalls
 from tests.e2e.runs import free_port
 
 SERVER = """
@@ -37,6 +40,14 @@ def config(**programs: dict[str, Any]) -> Config:
     return Config.model_validate(
         {"model": {"type": "tiny"}, "prompts": {"train": {"type": "sort"}}, "programs": programs}
     )
+
+
+SLEEPS = {"sleep": "http://127.0.0.1:1/sleep", "wake": "http://127.0.0.1:1/wake_up"}
+
+
+def colocated(ranks: int, **programs: dict[str, Any]) -> Config:
+    given = config(**programs).model_dump(exclude_unset=True)
+    return Config.model_validate({**given, "run": {"placement": "colocated"}, "trainer": {"ranks": ranks}})
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -77,9 +88,9 @@ def test_a_program_is_ready_watched_and_ended_with_all_that_it_started(
         until(lambda: bool(programs.poll() or programs.restarts))
         until(lambda: log.read_text().count("starting") == 2)
         until(lambda: not psutil.pid_exists(int(beside)))
-        until(lambda: not running._lacks(judge["ready"]))  # type: ignore[arg-type]
+        until(lambda: not lacks(judge["ready"]))  # type: ignore[arg-type]
         again = int((tmp_path / "told").read_text().split(" ")[2])
-    assert "does not answer" in running._lacks(judge["ready"])  # type: ignore[arg-type]
+    assert "does not answer" in lacks(judge["ready"])  # type: ignore[arg-type]
     until(lambda: not psutil.pid_exists(again))
 
 
@@ -134,6 +145,70 @@ def test_one_that_dies_again_and_again_ends_the_run(tmp_path: Path, said: Consol
     assert found[0].startswith("programs.frail ended with exit code 1 after 1 restarts") and "out of memory" in found[0]
 
 
+def test_one_that_does_not_sleep_is_told_before_anything_begins(tmp_path: Path, said: Console) -> None:
+    port = free_port()
+    judge = {"command": ["python", "-m", "http.server", str(port)], "ready": f"http://127.0.0.1:{port}/"}
+    sleeps = {"sleep": f"http://127.0.0.1:{port}/sleep", "wake": f"http://127.0.0.1:{port}/wake_up"}
+    with started(config(judge={**judge, **sleeps}), tmp_path / "apart", said):
+        pass  # where nobody takes turns nobody has it sleep
+    with pytest.raises(ConfigError, match=r"programs.judge.sleep: http.*/sleep answers 501 .*VLLM_SERVER_DEV_MODE"):  # noqa: SIM117
+        with started(colocated(1, judge={**judge, **sleeps}), tmp_path / "run", said):
+            pass
+
+
+SLEEPER = """
+import http.server, sys, threading
+class Server(http.server.BaseHTTPRequestHandler):
+    def do_GET(self): self.answer(200)
+    def do_POST(self):
+        print(self.path, file=sys.stderr, flush=True)
+        self.answer(500 if self.path == "/wake_up" and len(asked) == 3 else 200)
+        asked.append(self.path)
+    def answer(self, status):
+        self.send_response(status); self.send_header("Content-Length", "0"); self.end_headers()
+    def log_message(self, *_): pass
+asked = []
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Server).serve_forever()
+"""
+
+
+def test_one_that_does_not_wake_is_started_again(
+    tmp_path: Path, said: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its supervisor waits until its devices are not a learner's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    judge = {
+        "command": f"python sleeper.py {port}", "ready": f"{url}/", "sleep": f"{url}/sleep", "wake": f"{url}/wake_up"
+    }  # fmt: skip
+    trainer = LearnersTurn(tmp_path / TURNS, devices_here("cpu")[0], "trainer", 20)
+    trainer.take()
+    with started(colocated(1, judge=judge), tmp_path, said) as programs:
+        log = tmp_path / "logs" / "program-judge.stderr"
+        programs.rest(tmp_path)
+        assert log.read_text().split() == ["/sleep", "/wake_up", "/sleep"]
+        time.sleep(0.5)
+        trainer.give()
+        until(lambda: bool(programs.poll() or programs.restarts))
+        caller = Caller(tmp_path, ("judge",), "reward-0", NoCalls())
+        until(caller.poll)
+        assert log.read_text().split() == ["/sleep", "/wake_up", "/sleep", "/wake_up"], "one that begins is awake"
+        trainer.queue()
+        trainer.take(lambda: bool(caller.poll()) and None)
+        child = programs.children[0]
+        assert child.process and log.read_text().split()[-1] == "/sleep" and not caller.poll()
+        os.kill(psutil.Process(child.process.pid).children()[0].pid, signal.SIGKILL)
+        until(lambda: not child.alive)
+        for _ in range(20):
+            programs.poll()
+            time.sleep(0.05)
+        assert programs.restarts == 1, "it waits for its devices"
+        trainer.give()
+        until(lambda: bool(programs.poll() or programs.restarts == 2))
+        until(caller.poll)
+
+
 def test_their_gpus_are_theirs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, "0,1,2,3")
     monkeypatch.setattr(running, "visible_gpus", lambda: os.environ[VISIBLE].split(","))
@@ -145,6 +220,15 @@ def test_their_gpus_are_theirs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ[VISIBLE] == "0,1,2,3"
     alone = total_gpus(config())
     assert total_gpus(both) == alone + 3 and parts_of(both, with_gpus=True)[0].gpus == alone + 3
+    asleep = {"judge": {"command": "judge", "gpus": 2, **SLEEPS}, "search": {"command": "search", "gpus": 1}}
+    shared = colocated(2, **asleep)
+    with of_their_own(shared) as gpus:
+        assert gpus == {"search": "3", "judge": "1,0"} and os.environ[VISIBLE] == "0,1,2"
+    assert total_gpus(shared) == 3 and total_gpus(config(**asleep)) == alone + 3, "of its own where nobody takes turns"
+    assert (
+        "programs.judge.gpus=2: with sleep they are the trainer's (run.placement=colocated), which has 1 here "
+        "(trainer.ranks=1); use fewer"
+    ) in running.too_few_gpus(colocated(1, **asleep))
     many = config(judge={"command": "judge", "gpus": 4})
     assert (
         "they want 4 GPUs of their own (judge 4) beside those of the run, and this machine has 4"
@@ -164,6 +248,9 @@ def test_their_gpus_are_theirs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"command": "x", "ready": "127.0.0.1:80"}, "cannot be asked; give e.g. http://127.0.0.1:8431/health"),
         ({"command": "x", "ready": "tcp://127.0.0.1"}, "cannot be asked"),
         ({"command": "x", "ready": "http://127.0.0.1:99999"}, "cannot be asked"),
+        ({"command": "x", "sleep": "http://127.0.0.1:80/sleep"}, "sleep and no wake: one that sleeps has to wake"),
+        ({"command": "x", **SLEEPS, "wake": "tcp://127.0.0.1:80"}, "cannot be posted to; give e.g. http://"),
+        ({"command": "play RUN", **SLEEPS}, "never sleeps; leave sleep and wake out"),
         ({"command": "play RUN", "ready": "tcp://127.0.0.1:80"}, r"told of the run \(RUN\) is started behind all else"),
     ],
 )

@@ -161,6 +161,29 @@ def test_a_late_call_begins_while_others_wait() -> None:
     pool.close()
 
 
+@pytest.mark.parametrize("called", ["slow", "slowly"])
+def test_calls_that_are_held_begin_later_and_are_not_late(called: str) -> None:
+    """Of an async function, and of a plain one."""
+    pool = WorkerPool(FunctionConfig(function=f"{HERE}:{called}", timeout_s=2.0).program("reward.functions.0"), 2, 3)
+    pool.hold()
+    futures = [pool.submit(Call(offered("a"))) for _ in range(12)]
+    time.sleep(2.5)
+    assert not pool.under_way and pool.outstanding == 12
+    pool.go()
+    deadline = time.monotonic() + 20
+    while not pool.under_way and time.monotonic() < deadline:
+        time.sleep(0.001)
+    pool.hold()
+    while pool.under_way and time.monotonic() < deadline:
+        time.sleep(0.001)
+    left = pool.outstanding
+    time.sleep(0.5)
+    assert 0 < left < 12 and (pool.under_way, pool.outstanding) == (0, left)
+    pool.go()
+    assert {only(future.result(20)) for future in futures} == {1.0}
+    pool.close()
+
+
 def test_a_modules_own_semaphore_works_for_as_long_as_the_worker_lives() -> None:
     pool = WorkerPool(FunctionConfig(function=f"{HERE}:limited").program("reward.functions.0"), 1, 512)
     for _ in range(3):
