@@ -16,6 +16,11 @@ def check_colocated(config: Any) -> None:
             "engine starts it does not give its GPUs up"
         )
     for name, program in config.sleepers.items():
+        if "trainer" in config.run.elsewhere:
+            raise ValueError(
+                f"programs.{name}.sleep: with run.placement=colocated it is on the trainer's devices, of this machine, "
+                "and run.elsewhere has the trainer on another; leave sleep and wake out"
+            )
         if program.ready_s >= config.run.turn_s:
             raise ValueError(
                 f"programs.{name}.ready_s={program.ready_s:g} must be less than run.turn_s={config.run.turn_s:g}: "

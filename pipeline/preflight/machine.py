@@ -55,11 +55,6 @@ def look(config: Config, folder: Path, report: Report) -> None:
             "critic.own_gpus: with run.placement=colocated it is on the trainer's GPUs, and takes turns with it, where "
             "one machine has both; with trainer or critic in run.elsewhere set critic.own_gpus=true"
         )
-    if config.sleepers and "trainer" in config.run.elsewhere:
-        report.problems.append(
-            f"programs.{next(iter(config.sleepers))}.sleep: with run.placement=colocated it is on the trainer's "
-            "devices, of this machine, and run.elsewhere has the trainer on another; leave sleep and wake out"
-        )
     for kind, spec in registry.actors(config).items():
         if spec.nodes(config) > 1 and kind not in config.run.elsewhere:
             report.problems.append(

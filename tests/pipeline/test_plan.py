@@ -22,7 +22,7 @@ from penstock.pipeline.resources.host import host_needs
 from penstock.pipeline.resources.memory import embedded_gib, mapped_gib, plan
 from penstock.pipeline.resources.model_files import read_config
 from penstock.pipeline.resources.model_shape import shape_of
-from penstock.pipeline.resources.placement import place
+from penstock.pipeline.resources.placement import beds, place
 from penstock.pipeline.resources.search import FILL, critic_times, layouts, with_references
 from penstock.pipeline.resources.shares import too_much
 from penstock.pipeline.resources.step_time import Load, train_s
@@ -396,6 +396,24 @@ def test_guests_are_on_the_trainers_gpus() -> None:
     with pytest.raises(ConfigError, match="3 rollouts want 6 GPUs, and trainer.ranks=4 has 4"):
         on(8, two[0], "rollout.count=3")
     assert set(on(1, "trainer.ranks=1", "rollout.count=1").values()) == {"0"}
+
+
+def test_programs_that_sleep_are_counted_beside_an_engine() -> None:
+    """Behind the reference's seat; and as much as they say, while they are awake."""
+    keys = ["run.placement=colocated", "trainer.ranks=2", "rollout.count=2", "run.gpu_gib=80"]
+    sleeps = "gpus: 1, sleep: 'http://127.0.0.1:1/s', wake: 'http://127.0.0.1:1/w'"
+
+    def told(*more: str) -> tuple[str, list[str]]:
+        found = plan(config := load(Path("configs/grpo-8b.yaml"), [*keys, *more]))
+        assert total_gpus(config) == 2 and (not config.sleepers or beds(config, ["0", "1", "2"]) == {"judge": ["0"]})
+        return next(line for line in found.lines if line.startswith("at rest")), found.problems
+
+    alone, before = told()
+    counted, after = told(f"programs={{judge: {{command: judge, gpu_gib: 70, {sleeps}}}}}")
+    unknown, same = told(f"programs={{judge: {{command: judge, {sleeps}}}}}")
+    assert "of the reference and the trainer's context" in alone and "the reference and programs.judge and" in counted
+    assert before == same and "programs.judge not counted" in unknown
+    assert any("gpu_memory_utilization=" in problem and "beside it 71" in problem for problem in after), after
 
 
 def test_what_cannot_be_counted_is_said(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ trainer: {steps: 2}
 """
 ROWS = '{"question": "1+1=", "answer": "2"}\n{"question": "2+3=", "answer": "5"}\n'
 SHOWN = "{type: custom, function: 'mine:seen', pictures: true}"
+SLEEPER = "{judge: {command: 'sleep 60', sleep: 'http://127.0.0.1:9/sleep', wake: 'http://127.0.0.1:9/wake'}}"
 TALK = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 MODULE = '''
 """Functions of a user's own, most of them wrong."""
@@ -477,6 +478,13 @@ MISTAKES = [
     m("a critic on another machine's GPUs", "critic.own_gpus: with run.placement=colocated it is on the trainer's",
       "set critic.own_gpus=true", overrides=["run.placement=colocated", "trainer.algorithm.preset=ppo",
                                              "run.elsewhere=[trainer]", "broker.bind=tcp://127.0.0.0/8:0"]),
+    m("a program on another machine's GPUs", "programs.judge.sleep: with run.placement=colocated it is on the",
+      "leave sleep and wake out", overrides=["run.placement=colocated", f"programs={SLEEPER}",
+                                             "run.elsewhere=[trainer]", "broker.bind=tcp://127.0.0.0/8:0"]),
+    m("a program that loads longer than a turn", "programs.judge.ready_s=600 must be less than run.turn_s=300: while",
+      overrides=["run.placement=colocated", f"programs={SLEEPER}", "run.turn_s=300"]),
+    m("a program that sleeps, laid out by auto", "programs.judge.sleep: run.placement=auto does not lay out programs",
+      "plan FILE --gpus", overrides=["run.placement=auto", f"programs={SLEEPER}"]),
     m("machines that do not reach each other", "weights.host=127.0.0.1: the machines of trainer.nodes do not reach",
       overrides=["trainer.ranks=2", "trainer.nodes=2", "run.elsewhere=[trainer]",
                  "broker.bind=tcp://0.0.0.0:0", "broker.advertise=tcp://127.0.0.1:5555"]),
