@@ -48,7 +48,7 @@ HERE = {
     "clip_ratio_low": "trainer.algorithm.loss.clip_low",
     "clip_ratio_high": "trainer.algorithm.loss.clip_high",
     "clip_ratio_c": "trainer.algorithm.loss.dual_clip",
-    "loss_type": "trainer.algorithm.aggregation, or trainer.algorithm.preset",
+    "loss_type": "trainer.algorithm.aggregation or trainer.algorithm.preset, of DPO trainer.algorithm.advantage.shape",
     "loss_agg_mode": "trainer.algorithm.aggregation",
     "entropy_coef": "trainer.algorithm.entropy_bonus",
     "entropy_coeff": "trainer.algorithm.entropy_bonus",

@@ -14,8 +14,9 @@ from penstock.protocols.columns import SOURCE
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, open_source
 from penstock.services.data.answers import answer_of
-from penstock.services.data.config import DataConfig, says_sources
+from penstock.services.data.config import DataConfig, MixData, says_sources
 from penstock.services.data.mixture import Mixture
+from penstock.services.data.source import PromptSource
 from penstock.services.modeling.lengths import longest_sequence
 from penstock.services.rollout.config import PluginEngineConfig
 
@@ -139,6 +140,7 @@ def _look_at(
         report.lines.append(f"{key}: {size}; row {usable[0].index}: {usable[0].as_text()[:60]!r}")
         if not (config.rollout.shows_pictures or config.gateway.pictures):
             unshown.look_at_rows(source, key, prompts, usable, report)
+        report.notes += _untold(source, key, prompts)
         if why:
             report.notes.append(
                 f"{key}: {len(why)} of the first {len(why) + len(usable)} rows cannot be used and will be dropped; "
@@ -155,6 +157,18 @@ def _look_at(
                 report.rows.setdefault(prompt.source or counts_to, prompt)
         return usable
     return []
+
+
+def _untold(source: DataConfig, key: str, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Says what rows have for a chat template that nobody tells it."""
+    if isinstance(source, MixData) and isinstance(prompts, Mixture):
+        for name, part in source.sources.items():
+            yield from _untold(part, f"{key}.sources.{name}", prompts.sources[name])
+    for column in prompts.untold() if isinstance(prompts, PromptSource) and getattr(source, "chat", False) else ():
+        yield (
+            f"{key}: rows have a column {column}, and nothing names it, so that no chat template is told of it; where "
+            f"it should be, set {key}.{column}_key={column}"
+        )
 
 
 def _of_rare_sources(prompts: Sequence[Prompt]) -> list[Prompt]:

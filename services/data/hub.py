@@ -27,6 +27,8 @@ FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parque
 """Of local files, by the ending of their names."""
 OTHERS = ("source_key", "answer_key", "rejected_key", "images_key", "tools_key", "chat_template_kwargs_key")
 """What names a column, beside the prompt's and the truth's."""
+TOLD = ("tools", "chat_template_kwargs")
+"""What a chat template is told beside messages: names of columns in TRL's data, and with ``_key`` the options here."""
 NAMED = ("answer", "rejected", "chat_template_kwargs")
 """Of a prompt, what an error is told with the name of."""
 
@@ -52,6 +54,7 @@ class HubSource(PromptSource):
                 raise DataError(f"{key}.{option}: no column {column!r} in {_what(config)}; it has {there}")
         self._truth_in = _part_of(config.truth_key, rows) if config.truth_key else ""
         """The column of maps that have the truth; empty: it is a column itself."""
+        self._untold = [name for name in TOLD if name in rows.column_names and not getattr(config, f"{name}_key")]
         self._unshown: list[str] = []
         if not isinstance(rows, JsonRows | CsvRows):
             self._unshown = [name for name in picture_columns(rows) if name != config.images_key]
@@ -87,7 +90,7 @@ class HubSource(PromptSource):
                     raise DataError(f"row {index}: its two conversations (answer_key, rejected_key) begin otherwise")
         where, sizes = f"row {index}: {self._config.images_key}", (self._config.min_pixels, self._config.max_pixels)
         pictures = fitted(read_pictures(images, self._beside, where), *sizes, where)
-        told = {"tools": self._config.tools_key, "chat_template_kwargs": self._config.chat_template_kwargs_key}
+        told = {name: getattr(self._config, f"{name}_key") for name in TOLD}
         own: dict[str, Any] = {name: self._chat(row[key]) if key else None for name, key in told.items()}
         chat, system = self._config.chat, self._config.system
         prompt = make_prompt(index, content, truth, chat, system, answer, pictures, rejected, **own)
@@ -122,6 +125,10 @@ class HubSource(PromptSource):
         for name in (self._config.truth_key or "")[len(self._truth_in) + 1 :].split(".") if self._truth_in else ():
             found = found.get(name) if isinstance(found, dict) else None
         return found
+
+    def untold(self) -> list[str]:
+        """See `PromptSource`."""
+        return self._untold
 
     def unshown(self) -> list[str]:
         """See `PromptSource`."""

@@ -21,6 +21,10 @@ class PromptSource(Sequence[Prompt]):
         """Its columns of pictures that no prompt shows, since nothing names them."""
         return []
 
+    def untold(self) -> list[str]:
+        """Columns that others tell a chat template by their names, and that nothing names here: as `hub.TOLD`."""
+        return []
+
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
     @overload

@@ -11,7 +11,9 @@ from typing import Any
 import datasets
 import pytest
 
+from penstock.pipeline.config import Config
 from penstock.pipeline.models.characters import characters_of
+from penstock.pipeline.preflight.look import look
 from penstock.protocols import wire
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, json_rows, open_source
@@ -470,3 +472,18 @@ def test_what_a_table_adds_to_maps_is_none_of_a_calls_arguments_also_where_it_is
     call = {"function": {"name": "read", "arguments": {"path": "x", "content": None}}}
     (message,) = without_nulls([{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert message["content"] is None and message["tool_calls"][0]["function"]["arguments"] == {"path": "x"}
+
+
+def test_columns_that_no_chat_template_is_told_of_are_named(tmp_path: Path) -> None:
+    """By name they are what TRL tells it; of rows that are no chat nobody is told."""
+    row = {"prompt": "1+1=", "answer": "2", "tools": [], "chat_template_kwargs": {"level": "low"}}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    data = {"type": "hub", "path": "json", "files": [str(tmp_path / "rows.jsonl")], "truth_key": "answer"}
+    parts = {"left": {**data, "tools_key": "tools"}, "right": {**data, "chat": False}}
+    given = {"model": {"type": "tiny"}, "prompts": {"train": {"type": "mix", "sources": parts}}}
+    notes = [note for note in look(Config.model_validate(given), tmp_path).notes if "no chat template" in note]
+    assert notes == [
+        "prompts.train.sources.left: rows have a column chat_template_kwargs, and nothing names it, so that no chat "
+        "template is told of it; where it should be, set prompts.train.sources.left.chat_template_kwargs_key="
+        "chat_template_kwargs"
+    ]
