@@ -122,7 +122,7 @@ class PromptsConfig(Section):
     eval: dict[str, DataConfig] = {}
     """Held-out prompts, answered greedily before (`eval_before`) and after training: a data source, or several by name,
     e.g. ``{sums: {type: hub, path: json, files: [sums.jsonl]}, words: {type: sort}}``, each with a curve of its own.
-    null: no evaluation."""
+    null: no evaluation; of one set, e.g. ``prompts.eval.sums=null`` over a file: all but that one."""
     eval_given: dict[str, DataConfig] = {}
     """Held-out rows with answers of their own (``answer_key``): the trainer measures the loss on these answers, before
     the first step (`eval_before`), after every `eval_every` steps and after the last. A data source, or several by
@@ -197,9 +197,14 @@ class PromptsConfig(Section):
     def _named(cls, value: Any, info: ValidationInfo) -> Any:
         if value is None:
             return {}
-        if not isinstance(value, dict) or all(isinstance(part, dict) for part in value.values()):
+        if not isinstance(value, dict):
             return value
+        sets = {name: part for name, part in value.items() if part is not None}  # one that is null is left out
+        if all(isinstance(part, dict) for part in sets.values()):
+            return sets
         name = ONE_SET if info.field_name == "eval" else ONE_GIVEN_SET
+        if name in value and value[name] is None:
+            return {}
         if isinstance(named := value.get(name), dict):  # an override may call it so, as notes do
             return {name: {key: part for key, part in value.items() if key != name} | named}
         return {name: value}

@@ -383,3 +383,14 @@ def test_what_others_call_it_is_in_the_docs_and_is_a_key_here() -> None:
         assert key and find(key[0]), here
         told = [row for row in rows if re.search(rf"[`.]{name}[`.:]", row.partition(" | ")[0])]
         assert any(key[0] in row.partition(" | ")[2] for row in told), (name, here)
+
+
+def test_an_evaluation_set_that_is_null_is_left_out(tmp_path: Path) -> None:
+    def sets(*overrides: str) -> list[str]:
+        return [*load(QUICKSTART, list(overrides)).prompts.eval]
+
+    two = "prompts.eval={sums: {type: sort}, words: {type: sort}}"
+    assert sets(two, "prompts.eval.sums=null") == ["words"] and sets(two, "prompts.eval=null") == []
+    assert sets("prompts.eval.held_out=null") == [] and sets("prompts.eval.held_out.seed=3") == ["held_out"]
+    with pytest.raises(ConfigError, match=r"prompts.eval.sums: unknown key"):
+        sets("prompts.eval.sums=null")
