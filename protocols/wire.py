@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-PROTOCOL = 35
+PROTOCOL = 36
 """Version of the wire format. Peers that differ refuse each other by name."""
 
 INLINE_BYTES = 16 * 1024

@@ -21,8 +21,13 @@ def look_at_rows(config: Config, key: str, rows: Sequence[Prompt], report: Repor
     """Adds to ``report`` where the first ``rows`` of the data at ``key`` have no answers, and are to have some."""
     if rows and (key != TRAIN or config.rollout.given.answers):
         report.given[key] = list(rows)
-        paired = _paired(config, key)
+        paired = _paired(config, key, rows)
         _add(key, [_lacks(key, prompt, paired) for prompt in rows], report, paired)
+        if key != TRAIN and not paired and _some_rejected(rows):
+            report.notes.append(
+                f"{key}: its rows have an answer that their own is preferred to (rejected_key), which counts where the "
+                "run trains on such pairs (trainer.algorithm.preset=dpo): the loss is of their own answers alone"
+            )
     elif rows and all(prompt.truth is None and prompt.answer is not None for prompt in rows):
         report.notes.append(
             f"{key}: its rows have an answer and no truth: an answer is learned as it is where rollout.given.answers "
@@ -37,7 +42,7 @@ def look_at_tokens(config: Config, tokenizer: Tokenizer, positions: int | None, 
 
     room = longest_sequence(config.rollout.engine, positions)
     for key, rows in report.given.items():
-        why, paired = [], _paired(config, key)
+        why, paired = [], _paired(config, key, rows)
         with_pictures = [prompt for prompt in rows if prompt.pictures]
         for prompt in rows:
             if _lacks(key, prompt, paired) or prompt in with_pictures[pictured:]:
@@ -51,9 +56,13 @@ def look_at_tokens(config: Config, tokenizer: Tokenizer, positions: int | None, 
         _add(key, why, report, paired)
 
 
-def _paired(config: Config, key: str) -> bool:
-    """Each row of the data at ``key`` gives an answer, and one that it is preferred to."""
-    return key == TRAIN and config.rollout.given.rejected > 0
+def _paired(config: Config, key: str, rows: Sequence[Prompt]) -> bool:
+    """Each of the ``rows`` at ``key`` gives an answer, and one that it is preferred to."""
+    return config.rollout.given.rejected > 0 and (key == TRAIN or _some_rejected(rows))
+
+
+def _some_rejected(rows: Sequence[Prompt]) -> bool:
+    return any(prompt.rejected is not None for prompt in rows)
 
 
 def _lacks(key: str, prompt: Prompt, paired: bool) -> str:
@@ -67,7 +76,9 @@ def _lacks(key: str, prompt: Prompt, paired: bool) -> str:
 
 
 def _who_wants(key: str, paired: bool) -> str:
-    return "rollout.given.rejected" if paired else "rollout.given.answers" if key == TRAIN else key
+    if key != TRAIN:
+        return key
+    return "rollout.given.rejected" if paired else "rollout.given.answers"
 
 
 def _lacks_other(key: str, prompt: Prompt, answer: Any) -> str:

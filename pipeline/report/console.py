@@ -15,14 +15,14 @@ log = structlog.get_logger()
 
 SHOWN = (
     "outcome", "steps", "reward_first", "reward_last", "eval_before", "eval_after", "eval_loss_before",
-    "eval_loss_after", "eval_best", "eval_best_step",
+    "eval_loss_after", "eval_pairs_after", "eval_best", "eval_best_step",
     "lag_max_seen", "groups_trained",
     "groups_lost", "groups_trained_twice", "groups_without_variance", "steps_skipped", "rewards_failed",
     "prompts_dropped", "train_s", "restarts",
 )  # fmt: skip
 
 
-UNSAID = ("eval_loss", "eval_best_step")
+UNSAID = ("eval_loss", "eval_pairs", "eval_best_step")
 """Left out where there is none."""
 
 

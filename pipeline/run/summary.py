@@ -83,7 +83,7 @@ def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts
     steps = steps_of(folder)
     rewards = [row["reward"] for row in steps]
     totals = state["totals"]
-    drops, losses = read_lines(folder / "dropped.jsonl"), state["eval_losses"]
+    drops, losses, pairs = read_lines(folder / "dropped.jsonl"), state["eval_losses"], state["eval_pairs"]
     found = {
         "run": state["run"],
         "outcome": outcome,
@@ -95,6 +95,7 @@ def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts
         "eval_after": rounded(state["evaluations"].get("after")) if state["evaluated_after"] == state["step"] else None,
         "eval_loss_before": losses.get("0"),
         "eval_loss_after": losses.get(str(state["step"])),
+        "eval_pairs_after": pairs.get(str(state["step"])) or None,
         "eval_best": rounded(best["score"]) if (best := state.get("best")) else None,
         "eval_best_step": best["step"] if best else None,
         "max_lag": max([state["max_lag"], *(row.get("max_lag", 0) for row in steps)]),
@@ -119,6 +120,7 @@ def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts
         "evaluations": state["evaluations_by_set"],
         "evaluation_parts": state.get("evaluation_parts", {}),
         "eval_losses": losses,
+        "eval_pairs": {step: found for step, found in pairs.items() if found},
         "look_at_this": findings(_config(folder), state, steps, drops),
     }
     return dict(finite(found))

@@ -43,11 +43,13 @@ class HeldOutRows(Message):
 
 
 class EvalLoss(Message):
-    """trainer → broker: the loss on held-out rows after ``step`` steps, by set, nats a token. Answered by `Ack` once
-    durable; said again, it changes nothing."""
+    """trainer → broker: the loss on held-out rows after ``step`` steps, by set, nats a token; and of sets of ``pairs``,
+    whose loss is DPO's, ``preferred_likelier`` and ``preferred_margin``, as of a step. Answered by `Ack` once durable;
+    said again, it changes nothing."""
 
     step: int
     sets: dict[str, float]
+    pairs: dict[str, dict[str, float]] = {}
 
 
 class TakenGroup(BaseModel):

@@ -109,7 +109,7 @@ def recall(state: BrokerState) -> None:
         if row.get("kind") == "eval":
             state.evaluation.recall(row)
         elif row.get("kind") == "eval_loss":
-            state.losses.note(row["step"], row["sets"])
+            state.losses.note(row["step"], row["sets"], row.get("pairs", {}))
 
 
 def _course(state: BrokerState) -> list[tuple[int, float]]:

@@ -125,7 +125,8 @@ class PromptsConfig(Section):
     null: no evaluation; of one set, e.g. ``prompts.eval.sums=null`` over a file: all but that one."""
     eval_given: dict[str, DataConfig] = {}
     """Held-out rows with answers of their own (``answer_key``): the trainer measures the loss on these answers, before
-    the first step (`eval_before`), after every `eval_every` steps and after the last. A data source, or several by
+    the first step (`eval_before`), after every `eval_every` steps and after the last; with `trainer.algorithm.preset`:
+    dpo that of pairs, where rows bring both answers (``rejected_key``). A data source, or several by
     name, e.g. ``{solved: {type: hub, path: json, files: [held_out.jsonl], answer_key: solution}}``; null: none."""
     eval_size: int = Field(256, ge=0)
     """Held-out prompts that one evaluation asks of each set of `eval`, at most, and rows of each set of `eval_given`:

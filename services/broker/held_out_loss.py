@@ -41,9 +41,10 @@ def send_rows(state: BrokerState, member: Member, request: int, asked: m.HeldOut
 def take(state: BrokerState, member: Member, request: int, said: m.EvalLoss) -> None:
     """Writes it down; said again, it changes nothing."""
     if state.losses.by_step.get(said.step) != said.sets:
-        state.losses.note(said.step, said.sets)
-        log.info("measured on held-out rows", step=said.step, sets=said.sets)
-        state.recorder.losses({"step": said.step, "sets": said.sets, "time": time.time()})
+        state.losses.note(said.step, said.sets, said.pairs)
+        log.info("measured on held-out rows", step=said.step, sets=said.sets, pairs=said.pairs)
+        pairs = {"pairs": said.pairs} if said.pairs else {}
+        state.recorder.losses({"step": said.step, "sets": said.sets, **pairs, "time": time.time()})
         if said.step < state.settings.steps:  # whatever the phase: a broker that has just begun hears it, too
             best_version.consider_end(state)
     state.router.send(member.identity, m.Ack(), request)

@@ -80,7 +80,10 @@ class Recorder:
     def losses(self, row: dict[str, Any]) -> None:
         """One line each time that the loss on held-out rows was measured."""
         self._write(self._metrics, {"kind": "eval_loss", **row})
-        self._trackers.log({"step": row["step"]} | {f"eval_loss/{name}": loss for name, loss in row["sets"].items()})
+        told = {f"eval_loss/{name}": loss for name, loss in row["sets"].items()}
+        for name, found in row.get("pairs", {}).items():
+            told |= {f"eval_pairs/{name}/{metric}": value for metric, value in found.items()}
+        self._trackers.log({"step": row["step"], **told})
 
     def answers(self, step: int, size: int, make: Callable[[], Table]) -> None:
         """Some of a step, for trackers alone (`Trackers.table`)."""

@@ -198,6 +198,7 @@ def live_state(state: BrokerState, whole: bool = True) -> dict[str, Any]:
         "evaluations_by_set": _told(state.evaluation.by_set, whole),
         "evaluation_parts": _told(state.evaluation.parts, whole),
         "eval_losses": _told(state.losses.by_step, whole),
+        "eval_pairs": _told(state.losses.pairs, whole),
         "rewards": rewards(state),
         "trackers": state.recorder.failing_trackers,
         "then_failed": {learner: words for learner, words in state.progress.then_failed.items() if words},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -36,7 +37,7 @@ from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer.algorithm_config import CustomFunction
 from penstock.services.trainer.canary import CanaryBound
 from penstock.services.trainer.canary_scores import score
-from penstock.services.trainer.held_out import HeldOut, HeldOutSettings, pack_rows
+from penstock.services.trainer.held_out import START, HeldOut, HeldOutSettings, PairSettings, pack_rows
 from penstock.services.trainer.mismatch import far_apart
 from penstock.services.trainer.rank_setup import TrainerSettings, make_exporter, make_rank, train
 from penstock.services.trainer.worker_rank import WorkerRank
@@ -284,7 +285,8 @@ class Trainer:
         if self._held_out and self._measured != self._learner.version:
             self._world.order("measure")
             found = self._held_out.measure(self._learner)
-            self.actor.mailbox.ask(EvalLoss(step=self._learner.version, sets=found), ANSWER_DEADLINE_S)
+            said = EvalLoss(step=self._learner.version, sets=found.losses, pairs=found.pairs)
+            self.actor.mailbox.ask(said, ANSWER_DEADLINE_S)
             self._measured = self._learner.version
             self._learner.memory.metrics()  # which are no step's
 
@@ -331,6 +333,13 @@ def make(context: ActorContext, config: Any, kind: str) -> Trainer | WorkerRank:
             before=config.prompts.eval_before,
             turns=config.rollout.given.turns,
             longest=config.rollout.engine.max_length,
+            pairs=_pairs(config, context.folder) if config.rollout.given.rejected else None,
         ),
     )
     return WorkerRank(context, settings) if int(os.environ.get("RANK", "0")) else Trainer(context, settings)
+
+
+def _pairs(config: Any, folder: Path) -> PairSettings | None:
+    """Of a run that trains on given pairs as DPO does."""
+    advantage = config.trainer.algorithm.advantage
+    return PairSettings(advantage.beta, advantage.shape, folder / START) if advantage.type == "online_dpo" else None

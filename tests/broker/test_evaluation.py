@@ -232,11 +232,11 @@ def test_the_lower_loss_is_the_better_one() -> None:
     journal = Memory()
     losses = HeldOutLosses(journal)
     for step, sets in ((0, {"a": 4.0, "b": 2.0}), (20, {"a": 1.0, "b": 3.0}), (10, {"a": 2.0, "b": 1.0})):
-        losses.note(step, sets)
+        losses.note(step, sets, {"a": {"preferred_margin": 0.1 * step}} if step else {})
     journal.commit()
     again = HeldOutLosses(journal)
-    assert again.by_step == losses.by_step
-    again.note(5, {"a": float("nan"), "b": 0.0})
+    assert (again.by_step, again.pairs) == (losses.by_step, losses.pairs) and again.pairs[0] == {}
+    again.note(5, {"a": float("nan"), "b": 0.0}, {})
     assert again.course() == [(0, -3.0), (10, -1.5), (20, -2.0)] and again.course("a")[-1] == (20, -1.0)
     best = best_of(again.course())
     assert best and (best.step, best.since) == (10, 1)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pandas
 import pytest
 from typer.testing import CliRunner
@@ -58,6 +59,10 @@ def test_preferences(tmp_path: Path) -> None:
     assert rows[-1]["preferred_likelier"] > 0.8 and summary["reward_last"] is None
     assert all(row["given_tokens"] == row["tokens"] > 0 and row["reward_given"] == 0.5 for row in rows)
     assert summary["generated_tokens"] == 0
+    held_out = summary["eval_pairs_after"]["given"]
+    assert held_out["preferred_likelier"] > 0.8 and held_out["preferred_margin"] > 0.2
+    began, ended = (summary[f"eval_loss_{when}"]["given"] for when in ("before", "after"))
+    assert began == pytest.approx(np.log(2)) and ended < began - 0.01
     samples = read_lines(run.folder / "samples.jsonl")
     assert {row["finish"] for row in samples} == {"given"} and {row["reward"] for row in samples} == {0.0, 1.0}
 

@@ -31,7 +31,7 @@ TOTALS = (
 )  # fmt: skip
 STATE = {
     "run": "first", "step": 12, "steps": 12, "version": 12, "phase": "done", "evaluations": {"before": math.inf},
-    "evaluations_by_set": {}, "evaluated_after": None, "eval_losses": {}, "max_lag": 2, "dropped": 0,
+    "evaluations_by_set": {}, "evaluated_after": None, "eval_losses": {}, "eval_pairs": {}, "max_lag": 2, "dropped": 0,
     "filtered": {}, "rewards": {},
     "train_s": 1.0, "wall_s": 2.0,
     "totals": dict.fromkeys(TOTALS, 0),

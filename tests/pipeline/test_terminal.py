@@ -22,7 +22,8 @@ STATE = {
     "metrics": {}, "step": 3, "steps": 10, "phase": "training", "max_lag": 2, "stall": None, "dropped": 0,
     "filtered": {}, "queues": {"leased": 1, "unscored": 0, "ready": 0},
     "totals": {"prompts_dropped": 0, "generated_tokens": 0},
-    "evaluations_by_set": {}, "eval_losses": {}, "evaluations": {}, "members": {}, "rewards": {}, "lost": {},
+    "evaluations_by_set": {}, "eval_losses": {}, "eval_pairs": {},
+    "evaluations": {}, "members": {}, "rewards": {}, "lost": {},
     "version": 3, "train_s": 9.0, "wall_s": 20.0,
 }  # fmt: skip
 

@@ -42,6 +42,18 @@ def online_dpo(
     return worth[branches.member, None] * mask
 
 
+def pair_loss(apart: torch.Tensor, beta: float, shape: Literal["sigmoid", "ipo"]) -> torch.Tensor:
+    """Of each pair the loss that `online_dpo` has the gradient of, by its Δ, ``apart``, of any shape; in nats for
+    ``sigmoid``."""
+    return torch.nn.functional.softplus(-beta * apart) if shape == "sigmoid" else (apart - 1 / (2 * beta)).square()
+
+
+def agreement(apart: torch.Tensor) -> dict[str, float]:
+    """Of pairs with these Δ, ``apart`` ``[pairs]``: ``preferred_likelier``, the share whose Δ is above 0, and
+    ``preferred_margin``, the mean of Δ, in nats."""
+    return {"preferred_likelier": float((apart > 0).double().mean()), "preferred_margin": float(apart.mean())}
+
+
 class _Pairs(NamedTuple):
     """Of one group."""
 
@@ -80,10 +92,6 @@ def preferred(
     scores: torch.Tensor,
     sessions: torch.Tensor,
 ) -> dict[str, float]:
-    """Of the pairs of `online_dpo`, by its arguments: ``preferred_likelier``, the share whose Δ is above 0, and
-    ``preferred_margin``, the mean of Δ, in nats. Empty where there is no pair."""
+    """`agreement` on the pairs of `online_dpo`, by its arguments. Empty where there is no pair."""
     apart = [pair.apart.flatten() for pair in _pairs(mask, groups, reference, policy, scores, sessions)[1]]
-    if not apart:
-        return {}
-    every = torch.cat(apart)
-    return {"preferred_likelier": float((every > 0).double().mean()), "preferred_margin": float(every.mean())}
+    return agreement(torch.cat(apart)) if apart else {}
