@@ -16,7 +16,7 @@ from penstock.pipeline.config.load import as_overrides
 from penstock.pipeline.config.origin import key_of
 from penstock.pipeline.report.console import print_findings
 from penstock.pipeline.run.start import start
-from penstock.pipeline.tools.merge import adapter_of, is_critic, is_critics, refuse_run
+from penstock.pipeline.tools.merge import adapter_of, in_critics_folder, is_critic, refuse_run
 from penstock.services.modeling.adapter_files import AdapterShape
 from penstock.services.runtime.user_folders import find_folder
 
@@ -32,7 +32,7 @@ def evaluate(console: Console, checkpoint: str, file: Path, overrides: list[str]
     path = str(find_folder(checkpoint) or checkpoint)
     refuse_run(Path(path))
     about = adapter_of(Path(path))
-    if (about.valued if about else is_critic(Path(path))) or is_critics(Path(path)):
+    if (about.valued if about else is_critic(Path(path))) or in_critics_folder(Path(path)):
         raise ConfigError(f"CHECKPOINT: {path} is a critic, which answers nothing; give a policy's")
     model: dict[str, Any] = {"type": "pretrained", "path": about.base if about else path, "dtype": config.model.dtype}
     model["head_dtype"] = config.model.head_dtype

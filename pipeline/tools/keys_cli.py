@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
+import yaml
 from rich.table import Table
 from rich.text import Text
 
@@ -71,6 +72,9 @@ def add(
         else "gateway.bind is on the loopback, and asks for no keys"
     )
     console.print(f"over ZeroMQ: {zmq}", soft_wrap=True, highlight=False, markup=False)
+    if not ((yaml.safe_load((run / "config.yaml").read_text()) or {}).get("gateway") or {}).get("count"):
+        words = f"note: no gateway reads it: {run / 'config.yaml'} has gateway.count=0; agents need a run with gateway.count=1"
+        console.print(words, soft_wrap=True, highlight=False, markup=False)
 
 
 @app.command(name="list")

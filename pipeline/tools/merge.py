@@ -29,7 +29,7 @@ def adapter_of(checkpoint: Path) -> AdapterShape | None:
     found = read_shape(checkpoint, "CHECKPOINT")
     if not found.base:
         raise ConfigError(f"CHECKPOINT: {checkpoint / CONFIG} does not say what model it is for")
-    run, of_critic = checkpoint.resolve().parent.parent, found.valued or is_critics(checkpoint)
+    run, of_critic = checkpoint.resolve().parent.parent, found.valued or in_critics_folder(checkpoint)
     run = run.parent if of_critic else run
     beside = run / "model"  # of a tiny model, whose run's folder may have been moved
     elsewhere = of_critic and Path(found.base).is_dir()  # a critic may have begun as another run's model
@@ -140,7 +140,7 @@ def _write_as_in_files(out: Path, model_type: str) -> None:
         save_file({name: weight.contiguous() for name, weight in turned}, path, {"format": "pt"})
 
 
-def is_critics(checkpoint: Path) -> bool:
+def in_critics_folder(checkpoint: Path) -> bool:
     """It lies where a run has its critic's: NAME/critic/checkpoints/step-…"""
     owner = checkpoint.resolve().parent.parent
     return owner.name == "critic" and not (owner / "config.yaml").is_file()

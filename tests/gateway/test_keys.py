@@ -37,7 +37,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(access, "LOOK_S", 0.0)
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("run: {name: agent}\n")
+    (tmp_path / "run" / "config.yaml").write_text("run: {name: agent}\ngateway: {count: 1}\n")
     curve.make(tmp_path / "run" / "keys")
     return tmp_path / "run"
 
@@ -68,7 +68,9 @@ def test_over_http_a_key_sees_its_own_sessions_and_takes_no_more_than_it_may(run
     assert 'AgentClient("tcp://10.1.0.7:8421", keys="alice.keys.json")' in added
     alice, bob = http_key(added), http_key(keys("add", str(run), "bob", "--days", "3"))
     listed = keys("list", str(run))
-    assert "alice" in listed and "bob" in listed
+    assert "alice" in listed and "bob" in listed and "note" not in added
+    (run / "config.yaml").write_text("gateway: {count: 0}\n")
+    assert "note: no gateway reads it" in keys("add", str(run), "carol")
 
     async def agent(url: str) -> None:
         async with httpx.AsyncClient(timeout=60, base_url=url) as http:
