@@ -73,7 +73,7 @@ def add(
     )
     console.print(f"over ZeroMQ: {zmq}", soft_wrap=True, highlight=False, markup=False)
     if not ((yaml.safe_load((run / "config.yaml").read_text()) or {}).get("gateway") or {}).get("count"):
-        words = f"note: no gateway reads it: {run / 'config.yaml'} has gateway.count=0; agents need a run with gateway.count=1"
+        words = f"note: no gateway reads it: {run} has gateway.count=0; agents need a run with gateway.count=1"
         console.print(words, soft_wrap=True, highlight=False, markup=False)
 
 
