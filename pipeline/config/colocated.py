@@ -7,6 +7,21 @@ from typing import Any
 from penstock.services.rollout.config import PluginEngineConfig, VllmEngineConfig
 
 
+def _check_calls(config: Any) -> None:
+    """Raises `ValueError` where a call of a program that sleeps may take so long that a learner gives up its turn."""
+    functions = [(f"reward.functions.{index}", each) for index, each in enumerate(config.reward.functions)]
+    most = [(f"{key}.timeout_s", each.call_s) for key, each in functions if each.may_ask]
+    for kind, scorer in config.scorers.items():
+        name, seconds = scorer.call_s
+        most += [(f"scorers.{kind}.{name}", seconds)] * scorer.may_ask
+    for key, seconds in most:
+        if seconds >= config.run.turn_s:
+            raise ValueError(
+                f"{key}={seconds:g} must be less than run.turn_s={config.run.turn_s:g}: before a program "
+                f"({', '.join(config.sleepers)}) is put to sleep, calls that are under way have an answer"
+            )
+
+
 def check_colocated(config: Any) -> None:
     """Raises `ValueError` where rollouts cannot be on the trainer's devices."""
     engine, transport = config.rollout.engine, config.weights.transport
@@ -15,11 +30,13 @@ def check_colocated(config: Any) -> None:
             f"rollout.engine.start_s={engine.start_s:g} must be less than run.turn_s={config.run.turn_s:g}: while an "
             "engine starts it does not give its GPUs up"
         )
+    if config.sleepers:
+        _check_calls(config)
     for name, program in config.sleepers.items():
         if "trainer" in config.run.elsewhere:
             raise ValueError(
                 f"programs.{name}.sleep: with run.placement=colocated it is on the trainer's devices, of this machine, "
-                "and run.elsewhere has the trainer on another; leave sleep and wake out"
+                "and run.elsewhere has the trainer on another, as penstock launch has; leave sleep and wake out"
             )
         if program.ready_s >= config.run.turn_s:
             raise ValueError(

@@ -83,6 +83,10 @@ class ProgramConfig(Section):
         if (self.sleep is None) != (self.wake is None):
             there, lacks = ("sleep", "wake") if self.sleep else ("wake", "sleep")
             raise ValueError(f"{there} and no {lacks}: one that sleeps has to wake; give {lacks} too")
+        if self.sleep and not self.of_run and self.ready is None:
+            raise ValueError(
+                "sleep and no ready: it says when it may be put to sleep, and be asked again; give ready too"
+            )
         if self.sleep and self.of_run:
             raise ValueError(
                 f"sleep: a program that is told of the run ({RUN}) is started behind all else, and never sleeps; leave "

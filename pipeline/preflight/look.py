@@ -57,6 +57,11 @@ def look(config: Config, folder: Path, programs: bool = False, lacking: str = ""
                 f"{names}: not started here, so {UNTRIED}; `penstock run` starts programs, and where actors are "
                 "started one by one they are yours to start"
             )
+            report.problems += [
+                f"programs.{name}.sleep: `penstock run` puts programs to sleep and wakes them, and where actors are "
+                "started one by one nobody does, so that nobody would ask it; leave sleep and wake out"
+                for name in config.sleepers
+            ]
         for part in parts:
             if not (alone and part in (environment, teachers)):
                 part.look(_untried(config) if alone else config, report)

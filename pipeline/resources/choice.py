@@ -56,7 +56,7 @@ def choose(config: Config) -> Choice:
     if sleeps := next((name for name, program in config.programs.items() if program.sleep), ""):
         raise ConfigError(
             f"programs.{sleeps}.sleep: run.placement=auto does not lay out programs that sleep; take what `penstock "
-            "plan FILE --gpus …` says of run.placement=colocated, or leave sleep and wake out"
+            "plan FILE run.placement=colocated --gpus …` says, or leave sleep and wake out"
         )
     if not gpus or isinstance(config.model, TinyModel):
         what = "model.type=tiny fits anywhere" if gpus else "there is no GPU"

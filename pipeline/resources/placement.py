@@ -107,18 +107,23 @@ def seated(config: Config, gpus: list[str], wanting: Mapping[str, int]) -> dict[
 def beds(config: Config, gpus: list[str]) -> dict[str, list[str]]:
     """GPUs of each program that sleeps, by its name: of those that a run with ``gpus`` gives its trainer, from the last
     on, behind the seats of other guests. Raises `ConfigError` where there are too few."""
-    wide = {name: program.gpus for name, program in config.sleepers.items() if program.gpus}
-    if not wide:
-        return {name: [] for name in config.sleepers}
+    if not config.sleepers:
+        return {}
+    wide = {name: program.gpus for name, program in config.sleepers.items()}
     shared = [name for name in place(config, gpus).get("trainer", "").split(",") if name]
     if most := next((name for name, count in wide.items() if count > len(shared)), ""):
         raise ConfigError(
             f"programs.{most}.gpus={wide[most]}: with sleep they are the trainer's (run.placement=colocated), which "
             f"has {len(shared)} here (trainer.ranks={config.trainer.ranks}); use fewer"
         )
+    if shared and (none := next((name for name, count in wide.items() if not count), "")):
+        raise ConfigError(
+            f"programs.{none}.gpus=0: with sleep it is on the trainer's devices (run.placement=colocated), which are "
+            "GPUs; set it to 1, or leave sleep and wake out"
+        )
     specs = registry.actors(config)
     taken = sum(specs[kind].count(config) * specs[kind].gpus(config) for kind in guests_beside_rollouts(config))
-    seats = islice(cycle(reversed(shared)), taken % len(shared), None)
+    seats = islice(cycle(reversed(shared)), taken % max(1, len(shared)), None)
     return {name: list(islice(seats, program.gpus)) for name, program in config.sleepers.items()}
 
 

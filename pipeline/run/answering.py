@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 ANSWER_S = 2.0
 """For it to say that it is ready."""
+SAID = 200
+"""Bytes of what it says of an error."""
 
 
 def lacks(url: str) -> str:
@@ -35,7 +37,9 @@ def _opened(request: urllib.request.Request, timeout_s: float) -> str:
     try:
         urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout_s).close()
     except urllib.error.HTTPError as error:
-        return f"answers {error.code} ({error.reason})"
+        page = "html" in error.headers.get("Content-Type", "")
+        words = "" if page else " ".join(error.read(SAID).decode(errors="replace").split())
+        return f"answers {error.code} ({error.reason})" + (f": {words}" if words else "")
     except (OSError, http.client.HTTPException, ValueError) as error:
         return _silent(error)
     return ""

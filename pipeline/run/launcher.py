@@ -125,7 +125,8 @@ class _Launch:
     def run(self) -> dict[str, Any]:
         self._prepare()
         with self._console.status("starting the broker, and all others …"):
-            self._programs.rest(self._folder)
+            if error := self._programs.rest(self._folder, self._hear_interrupt):
+                raise RunError(error)
             store = self._config.store.url or self._start_redis()
             address = self._start_broker(store)
             for spec in registry.started_here(self._config):

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,8 +25,8 @@ from penstock.services.runtime.gpus import VISIBLE, visible_gpus
 from penstock.services.runtime.guard import guarded
 from penstock.services.runtime.user_folders import folder_of, path_with_ours
 
-ASK_S = 0.3
-"""Between two looks at whether a program is ready."""
+ASK_S, LOOK_S = 0.3, 0.05
+"""Between two looks at whether a program is ready; and whether it sleeps."""
 STOP_S, LEAVE_S = 10.0, 5.0
 """More than its guard gives it; and for one of a start before, which was killed, to be gone."""
 TELL_S = 30.0
@@ -38,7 +38,7 @@ class Programs:
 
     def __init__(self, config: Config, gpus: dict[str, str], logs: Path) -> None:
         self._configs, self._gpus, self._logs = config.programs, gpus, logs
-        self._sleepers, self._turn_s = config.sleepers, config.run.turn_s
+        self._sleepers = config.sleepers
         self._supervisor, self._keepers = Supervisor(config.run.max_restarts), list[Keeper]()
 
     @property
@@ -66,22 +66,24 @@ class Programs:
                     "there: end that, or take another port"
                 )
         first = {name: program for name, program in self._configs.items() if not program.of_run}
-        for name, program in first.items():
-            self._start(name, program, program.words)
-        waited_for = {_called(name): program for name, program in first.items() if program.ready}
-        words = ", ".join(f"{name} ({program.ready})" for name, program in waited_for.items())
-        if waited_for:
-            with console.status(f"waiting for {words} …"):
-                self._wait_for(waited_for, "" if console.is_terminal else words)
-        for name, program in self._sleepers.items():
-            self._try_to_sleep(name, program)
+        self._begin({name: program for name, program in first.items() if name not in self._sleepers}, console)
+        for name, program in self._sleepers.items():  # they may share a GPU, whose free memory they measure
+            self._begin({name: program}, console)
+            with console.status(f"putting programs.{name} to sleep, and waking it …"):
+                self._try_to_sleep(name, program)
 
-    def rest(self, run: Path) -> None:
-        """The run in the folder ``run`` begins: those that sleep do, until its learners let them wake."""
-        children = {child.name: child for child in self.children}
+    def rest(self, run: Path, wait: Callable[[], None]) -> str | None:
+        """The run in the folder ``run`` begins: those that sleep do, until its learners let them wake; ``wait`` is
+        called meanwhile. Returns an error where one cannot go on."""
+        children, error = {child.name: child for child in self.children}, None
         for name, program in self._sleepers.items():
             gpus = [each for each in self._gpus.get(name, "").split(",") if each]
-            self._keepers.append(Keeper(name, program, children[_called(name)], run, gpus, self._turn_s))
+            self._keepers.append(Keeper(name, program, children[_called(name)], run, gpus))
+        while not error and not all(keeper.slept for keeper in self._keepers):
+            wait()
+            error = self.poll()
+            time.sleep(LOOK_S)
+        return error
 
     def begin(self, run: Path) -> None:
         """The run in the folder ``run`` is under way: starts those that are told of it."""
@@ -100,6 +102,18 @@ class Programs:
         for keeper in self._keepers:
             keeper.close()
         self._supervisor.stop(STOP_S)
+        for keeper in self._keepers:
+            keeper.join()
+
+    def _begin(self, programs: Mapping[str, ProgramConfig], console: Console) -> None:
+        """Starts these, and returns once they are ready."""
+        for name, program in programs.items():
+            self._start(name, program, program.words)
+        waited_for = {_called(name): program for name, program in programs.items() if program.ready}
+        words = ", ".join(f"{name} ({program.ready})" for name, program in waited_for.items())
+        if waited_for:
+            with console.status(f"waiting for {words} …"):
+                self._wait_for(waited_for, "" if console.is_terminal else words)
 
     def _start(self, name: str, program: ProgramConfig, words: list[str]) -> None:
         env = {"PATH": path_with_ours(), VISIBLE: self._gpus.get(name, ""), **program.env}
@@ -110,12 +124,12 @@ class Programs:
         """Once there and back, before anything is begun that would need it. Raises `ConfigError`."""
         for key, url in (("sleep", program.sleep or ""), ("wake", program.wake or "")):
             if why := refuses(url, program.ready_s):
+                child = next(child for child in self.children if child.name == _called(name))
                 raise ConfigError(
-                    f"programs.{name}.{key}: {url} {why}; give what the server has for it, which vLLM has with "
-                    '--enable-sleep-mode and env: {VLLM_SERVER_DEV_MODE: "1"}, and SGLang with --enable-memory-saver'
+                    f"programs.{name}.{key}: {url} {why}; vLLM has it with --enable-sleep-mode and env: "
+                    f'{{VLLM_SERVER_DEV_MODE: "1"}}, and SGLang with --enable-memory-saver; {_last(child)}'
                 )
-        if program.ready:
-            self._wait_for({_called(name): program}, "")
+        self._wait_for({_called(name): program}, "")
 
     def _wait_for(self, programs: Mapping[str, ProgramConfig], words: str) -> None:
         """By the names of their processes. ``words``: told to who has no terminal; then how it stands, now and then."""

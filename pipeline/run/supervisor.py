@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -64,8 +65,10 @@ class Child:
     failures: int = 0
     """Deaths in quick succession."""
     start_again_at: float | None = None
-    may_start: Callable[[], bool] = lambda: True
-    """Asked when that has come: whether it may be started again by now."""
+    held: bool = False
+    """It is not started again yet, also where that has come."""
+    starting: threading.Lock = field(default_factory=threading.Lock)
+    """Held while it is started again."""
     leaving: bool = False
     """It ended with exit code 0, and is started again unless the run ends too."""
     done: bool = False
@@ -125,10 +128,12 @@ class Supervisor:
         for child in self.children:
             if names is not None and child.name not in names:
                 continue
-            if child.start_again_at is not None and now >= child.start_again_at and child.may_start():
-                child.start_again_at, child.leaving = None, False
-                child.restarts += 1
-                self._spawn(child)
+            if child.start_again_at is not None and now >= child.start_again_at:
+                with child.starting:
+                    if not child.held:
+                        child.start_again_at, child.leaving = None, False
+                        child.restarts += 1
+                        self._spawn(child)
             elif child.process is not None and not child.done and child.start_again_at is None and not child.alive:
                 self._died(child, now)
             if child.fatal:

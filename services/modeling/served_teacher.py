@@ -14,6 +14,7 @@ from penstock.protocols.columns import top_values
 from penstock.protocols.experience import ExperienceError, Group, Trajectory
 from penstock.services.runtime import health
 from penstock.services.runtime.asking import AskingError, ask
+from penstock.services.runtime.custom_scorer import SERVED_S
 from penstock.services.runtime.errors import SetupError
 
 BEAT_S = 1.0
@@ -34,7 +35,7 @@ class ServedTeacher:
 
     def __init__(
         self, url: str, model: str, column: str = "teacher", top_k: int | None = None, concurrency: int = 64,
-        seconds: float = 600.0, attempts: int = 40, key_env: str = "OPENAI_API_KEY",
+        seconds: float = SERVED_S, attempts: int = 40, key_env: str = "OPENAI_API_KEY",
     ) -> None:  # fmt: skip
         if min(concurrency, attempts, seconds) <= 0:
             given = f"concurrency={concurrency}, seconds={seconds:g}, attempts={attempts}"

@@ -120,6 +120,11 @@ class FunctionConfig(Section):
         return self
 
     @property
+    def call_s(self) -> float:
+        """Seconds that a call may take."""
+        return self.timeout_s or (TESTS_TIMEOUT_S if self.function in TESTING else TIMEOUT_S)
+
+    @property
     def may_ask(self) -> bool:
         """It may ask a program beside the run."""
         return self.function in ASKING or self.function not in REGISTRY
@@ -129,9 +134,8 @@ class FunctionConfig(Section):
         function = REGISTRY.get(self.function, self.function)
         columns = [name.replace("/", "_") for name in self.columns]
         handler = GROUP_HANDLER if self.whole_group else HANDLER
-        timeout_s = self.timeout_s or (TESTS_TIMEOUT_S if self.function in TESTING else TIMEOUT_S)
         pace = self.per_minute / processes if self.per_minute else None
-        return Program(handler, function, key, timeout_s, self.options, columns, list(self.also), pace)
+        return Program(handler, function, key, self.call_s, self.options, columns, list(self.also), pace)
 
     def truth_of(self, truth: Any) -> Any:
         """Its part of a prompt's ``truth`` (`truth_key`); None where that has no such part."""

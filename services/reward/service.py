@@ -33,7 +33,8 @@ LATE = " late"
 class Reward:
     """Runs reward functions. One's columns are answered when its own calls are done, whatever the others do."""
 
-    def __init__(self, config: RewardConfig, workers: int, group_size: int) -> None:
+    def __init__(self, config: RewardConfig, workers: int, group_size: int, held: bool = False) -> None:
+        """``held``: what may ask programs is waited for, again and again (`hold`)."""
         self._limit, self._group_size = config.concurrency, group_size
         self._functions = {function.column: function for function in config.functions}
         self._written_by = {column: function.column for function in config.functions for column in function.terms}
@@ -42,12 +43,13 @@ class Reward:
             for index, function in enumerate(config.functions)
             if function.function != ENVIRONMENT
         }
+        may_ask = {column: self._functions[column].may_ask for column in programs}
         begun = {column: Worker(program) for column, program in programs.items()}  # all are loaded at once
         self._pools = {
-            column: WorkerPool(program, workers, config.concurrency, worker=begun[column])
+            column: WorkerPool(program, workers, config.concurrency, begun[column], not (held and may_ask[column]))
             for column, program in programs.items()
         }
-        self._asking = [pool for column, pool in self._pools.items() if self._functions[column].may_ask]
+        self._asking = [pool for column, pool in self._pools.items() if may_ask[column]]
         self._failed: Counter[str] = Counter()
         """Calls without a reward, by column; those that were too late by column and `LATE`."""
 
@@ -111,6 +113,11 @@ class Reward:
                 found[f"calls_failed/{column}"] = self._failed[column]
                 found[f"calls_timed_out/{column}"] = self._failed[column + LATE]
         return found
+
+    @property
+    def asks(self) -> bool:
+        """Some functions may ask programs."""
+        return bool(self._asking)
 
     @property
     def under_way(self) -> int:
@@ -236,5 +243,7 @@ def _part(task: ScoringTask, column: str, sample: int) -> Any:
 def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:
     """The actor, for a run's whole config."""
     workers = config.reward.workers or allowance.spare_cores(config, config.reward.count, MOST_WORKERS)
-    reward = Reward(config.reward, workers, config.sampling.trajectories)
-    return ScorerActor(kind, context, reward, caller(context, config, reward))
+    reward = Reward(config.reward, workers, config.sampling.trajectories, bool(config.sleepers))
+    if reward.asks and (asks := caller(context, config, reward)):
+        asks.start()
+    return ScorerActor(kind, context, reward)

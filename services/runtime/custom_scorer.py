@@ -23,7 +23,7 @@ from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.device_turn import Guest
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.plugins import load_plugin
-from penstock.services.runtime.scorer import Answer, Key, ScorerActor, ScoringTask
+from penstock.services.runtime.scorer import All, Answer, Key, ScorerActor, ScoringTask
 from penstock.services.runtime.settings import Section
 from penstock.services.runtime.sleepers import NoCalls, caller
 
@@ -47,6 +47,8 @@ BUILT_IN = {
 }
 """Scorers by name."""
 TEACHERS = ("teacher", SERVED := "served_teacher")
+SERVED_S = 600.0
+"""That a served one has for an answer, unless `options.seconds` says more."""
 
 
 class ScorerConfig(Section):
@@ -111,6 +113,14 @@ class ScorerConfig(Section):
     def may_ask(self) -> bool:
         """It may ask a program beside the run."""
         return self.scorer == SERVED or not self.built_in
+
+    @property
+    def call_s(self) -> tuple[str, float]:
+        """Seconds that one that asks a program may take for it, and their key."""
+        if self.scorer != SERVED:
+            return "timeout_s", self.timeout_s
+        given = self.options.get("seconds", SERVED_S)
+        return "options.seconds", given if isinstance(given, int | float) else SERVED_S
 
     @property
     def top_k(self) -> int:
@@ -305,5 +315,7 @@ def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:
     if config.run.colocated and not scorer.own_gpus:
         turn = device_turn.enter(context.folder, context.name, str(scorer.options.get("device") or "auto"), scorer.gpus)
     made = CustomScorer(scorer, kind, config.rollout.sampling.temperature, config.run.deterministic)
+    guest = Guest(turn, made.sleep, made.wake) if turn else None
     asks = caller(context, config, NoCalls()) if scorer.may_ask else None
-    return ScorerActor(kind, context, made, Guest(turn, made.sleep, made.wake) if turn else asks, **hung)
+    waking = All(guest, asks) if guest and asks else guest or asks
+    return ScorerActor(kind, context, made, waking, **hung)

@@ -233,10 +233,11 @@ class GuestsTurn:
         for lock in self._own:
             lock.give()
 
-    def enter(self) -> None:
-        """Waits for the first turn, as long as a learner works, or another guest begins, until `started`."""
+    def enter(self, goes_on: Callable[[], bool] = lambda: True) -> None:
+        """Waits for the first turn, as long as a learner works, or another guest begins, until `started`; or where
+        ``goes_on`` says no."""
         begun = said = time.monotonic()
-        while not ((self._folder / BEGUN).exists() and self._may_start()):
+        while goes_on() and not ((self._folder / BEGUN).exists() and self._may_start()):
             if time.monotonic() - said > SAY_EVERY_S:
                 said = time.monotonic()
                 owners = [lock.owner for others in self._learners for lock in others.busy()]

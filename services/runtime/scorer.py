@@ -78,7 +78,7 @@ class Scorer(Protocol):
 
 
 class Waking(Protocol):
-    """Who says whether a scorer may begin groups: a `device_turn.Guest`, or a `sleepers.Caller`."""
+    """Who says whether a scorer may begin groups: a `device_turn.Guest`, a `sleepers.Caller`, or `All` of some."""
 
     @property
     def awake(self) -> bool:
@@ -86,6 +86,23 @@ class Waking(Protocol):
 
     def poll(self) -> bool:
         """Whether it may, up to the next time; called often."""
+
+
+class All:
+    """It may where each of these says so."""
+
+    def __init__(self, *each: Waking) -> None:
+        self._each = each
+
+    @property
+    def awake(self) -> bool:
+        """See `Waking`."""
+        return all(one.awake for one in self._each)
+
+    def poll(self) -> bool:
+        """See `Waking`."""
+        said = [one.poll() for one in self._each]  # each is asked, whatever the others say
+        return all(said)
 
 
 @dataclass(frozen=True)
@@ -111,15 +128,15 @@ class ScorerActor:
         kind: str,
         context: ActorContext,
         scorer: Scorer,
-        guest: Waking | None = None,
+        waking: Waking | None = None,
         hung_s: float = HUNG_S,
         hung_key: str = "",
     ) -> None:
-        """``guest``: says when it may score, where something that it needs sleeps while the trainer works. ``hung_s``:
+        """``waking``: says when it may score, where something that it needs sleeps while the trainer works. ``hung_s``:
         a scorer that has not come back for so long is ended; ``hung_key`` is the config's key of it, where there is
         one."""
         self.actor = Actor(kind, context)
-        self._scorer, self._guest = scorer, guest
+        self._scorer, self._waking = scorer, waking
         self._hung_s, self._hung_key = hung_s, hung_key
         self._waiting: list[WorkItem] = []
         """What has come in, and is not begun: it may be asleep."""
@@ -172,7 +189,7 @@ class ScorerActor:
             except queue.Empty:
                 event = None
         self._say(answered)
-        if self._guest is None or self._guest.poll():
+        if self._waking is None or self._waking.poll():
             items, self._waiting = self._waiting, []
             self._begin(items)
         self.actor.set_busy(bool(self._open))
@@ -181,9 +198,9 @@ class ScorerActor:
 
     def _patience(self) -> float | None:
         """For how long nothing may happen."""
-        if self._left and (self._guest is None or self._guest.awake):
+        if self._left and (self._waking is None or self._waking.awake):
             return 0.0
-        return LOOK_S if self._guest else None
+        return LOOK_S if self._waking else None
 
     def _forget_credit(self) -> None:
         """The broker counts anew; one that has forgotten what it gave offers it again."""

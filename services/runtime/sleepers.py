@@ -8,6 +8,7 @@ first, and no call is under way while one of them sleeps. The kernel lets go of 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,28 +26,29 @@ PROGRAMS = "programs"
 AWAKE, CALLER = ".awake", ".caller"
 
 
-class Answers:
+class Admission:
     """Whether the program ``name`` of the run in ``folder`` may be called, as who wakes it says."""
 
     def __init__(self, folder: Path, name: str) -> None:
         here = folder / TURNS / PROGRAMS
         self._name, self._own, self._callers = name, Lock(here / f"{name}{AWAKE}", name), Others(here, CALLER)
 
-    def begin(self) -> None:
-        """From now on it may."""
+    def open(self) -> bool:
+        """It may be called, from now on; False: not yet, as long as somebody looks at that."""
         until = time.monotonic() + LOOKED_AT_S
-        while not self._own.take() and time.monotonic() < until:  # somebody looks at it in this instant
+        while not (mine := self._own.take()) and time.monotonic() < until:
             time.sleep(POLL_S)
+        return mine
 
-    def end(self, goes_on: Callable[[], bool] = lambda: True) -> None:
-        """No more; returns once no call is under way, or where ``goes_on`` says no."""
+    def close(self, goes_on: Callable[[], bool] = lambda: True) -> None:
+        """It may not; returns once no call is under way, or where ``goes_on`` says no."""
         self._own.give()
         began = said = time.monotonic()
         while (busy := self._callers.busy()) and goes_on():
             if time.monotonic() - said > SAY_EVERY_S:
                 said = time.monotonic()
                 whose = [lock.owner for lock in busy]
-                log.info("waiting for calls to end", program=self._name, of=whose, waited_s=round(said - began))
+                log.warning("waiting for calls to end", program=self._name, of=whose, waited_s=round(said - began))
             time.sleep(POLL_S)
 
 
@@ -77,20 +79,21 @@ class NoCalls:
 
 
 def caller(context: ActorContext, config: Any, calls: Calls) -> Caller | None:
-    """An actor of a run whose ``calls`` may go to programs; None where none of these sleeps."""
+    """Of an actor whose ``calls`` may go to programs, for a run's whole config; None where none of these sleeps."""
     programs = tuple(config.sleepers)
     return Caller(context.folder, programs, context.name, calls) if programs else None
 
 
 class Caller:
-    """The process ``name``, whose ``calls`` may go to ``programs`` of the run in ``folder`` that sleep; its loop polls
-    as a `device_turn.Guest`'s does."""
+    """The process ``name``, whose ``calls`` may go to ``programs`` of the run in ``folder`` that sleep. It is polled
+    as a `device_turn.Guest` is: by its loop, or, once it is `started`, by a thread."""
 
     def __init__(self, folder: Path, programs: Sequence[str], name: str, calls: Calls) -> None:
         here = folder / TURNS / PROGRAMS
         self._own = Lock(here / f"{name}{CALLER}", name)
         self._programs = [Lock(here / f"{program}{AWAKE}", program) for program in programs]
         self._calls, self._may_have, self._looked_at = calls, False, 0.0
+        self._waits_since = self._said = time.monotonic()
         self.awake = False
         """Calls may begin."""
         calls.hold()
@@ -109,7 +112,23 @@ class Caller:
             self._may_have = False
         if not self.awake and not self._may_have and self._all_awake():
             self._begin()
+        if self.awake:
+            self._waits_since = self._said = now
+        elif now - self._said > SAY_EVERY_S:
+            self._said = now
+            waits_for = [lock.owner for lock in self._programs if not lock.is_taken()]
+            log.info("calls wait for programs to wake", waits_for=waits_for, waited_s=round(now - self._waits_since))
         return self.awake
+
+    def start(self) -> Caller:
+        """Polls from now on, as long as the process lives."""
+        threading.Thread(target=self._run, name="caller", daemon=True).start()
+        return self
+
+    def _run(self) -> None:
+        while True:
+            self.poll()
+            time.sleep(LOOK_S)
 
     def _begin(self) -> None:
         if not self._own.take():  # somebody looks at it in this instant

@@ -14,14 +14,20 @@ from penstock.services.user_processes.worker import Call, Program, Worker
 class WorkerPool:
     """The workers of one program: one where it is async, else so many ``workers``. Any of them answers any call."""
 
-    def __init__(self, program: Program, workers: int, limit: int, worker: Worker | None = None) -> None:
+    def __init__(
+        self, program: Program, workers: int, limit: int, worker: Worker | None = None, ahead: bool = True
+    ) -> None:
         """Waits until the first worker, or the ``worker`` that has begun, has loaded the program; the others then load
-        it while that works. Raises `ProgramError`."""
+        it while that works. ``ahead``: a plain program's workers have more calls ready than they run. Raises
+        `ProgramError`."""
         self.program = program
-        first = WorkerQueue(program, limit, worker=worker)
+        first = WorkerQueue(program, limit, worker=worker, ahead=ahead)
         self._pace = first.pace
         count = 1 if first.worker.asynchronous else workers
-        self._queues = [first, *(WorkerQueue(program, limit, first.shared, pace=first.pace) for _ in range(count - 1))]
+        self._queues = [
+            first,
+            *(WorkerQueue(program, limit, first.shared, None, first.pace, ahead) for _ in range(count - 1)),
+        ]
         self._open = 0
         self._lock = threading.Lock()
         for each in self._queues:

@@ -48,10 +48,12 @@ class WorkerQueue:
         waiting: queue.SimpleQueue[Call] | None = None,
         worker: Worker | None = None,
         pace: Pace | None = None,
+        ahead: bool = True,
     ) -> None:
         """``waiting``: what waits, where that is shared; ``worker``: one that has begun to load the program;
-        ``pace``: how fast calls may begin, likewise."""
+        ``pace``: when calls may begin, likewise; ``ahead``: a plain program's worker has more than one."""
         self.program = program
+        self._most_ahead = MOST_AHEAD if ahead else 1
         self.restarts = 0
         self._waiting = waiting or queue.SimpleQueue[Call]()
         self.pace = pace or Pace(program.per_minute)
@@ -214,7 +216,7 @@ class WorkerQueue:
             now = time.monotonic()
             self._call_s += 0.1 * (now - self._answered_at - self._call_s)
             self._answered_at = now
-            self._limit = min(MOST_AHEAD, 1 + int(AHEAD_S / max(self._call_s, 1e-6)))
+            self._limit = min(self._most_ahead, 1 + int(AHEAD_S / max(self._call_s, 1e-6)))
             for following in self._under_way.values():  # the next one runs by now
                 following.deadline = now + self.program.timeout_s
                 break

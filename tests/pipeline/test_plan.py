@@ -401,7 +401,7 @@ def test_guests_are_on_the_trainers_gpus() -> None:
 def test_programs_that_sleep_are_counted_beside_an_engine() -> None:
     """Behind the reference's seat; and as much as they say, while they are awake."""
     keys = ["run.placement=colocated", "trainer.ranks=2", "rollout.count=2", "run.gpu_gib=80"]
-    sleeps = "gpus: 1, sleep: 'http://127.0.0.1:1/s', wake: 'http://127.0.0.1:1/w'"
+    sleeps = "gpus: 1, ready: 'tcp://127.0.0.1:1', sleep: 'http://127.0.0.1:1/s', wake: 'http://127.0.0.1:1/w'"
 
     def told(*more: str) -> tuple[str, list[str]]:
         found = plan(config := load(Path("configs/grpo-8b.yaml"), [*keys, *more]))

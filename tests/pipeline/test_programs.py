@@ -42,7 +42,9 @@ def config(**programs: dict[str, Any]) -> Config:
     )
 
 
-SLEEPS = {"sleep": "http://127.0.0.1:1/sleep", "wake": "http://127.0.0.1:1/wake_up"}
+SLEEPS = {
+    "ready": "tcp://127.0.0.1:1", "sleep": "http://127.0.0.1:1/sleep", "wake": "http://127.0.0.1:1/wake_up",
+}  # fmt: skip
 
 
 def colocated(ranks: int, **programs: dict[str, Any]) -> Config:
@@ -132,6 +134,8 @@ def test_where_they_are_not_started_nobody_asks_them(tmp_path: Path) -> None:
     assert (
         look(told, tmp_path, lacking="no GPU").here[0].startswith("no GPU; they are not started, so no reward function")
     )
+    asleep = colocated(1, judge={"command": "judge", **SLEEPS})
+    assert "started one by one nobody does, so that nobody would ask it" in "".join(look(asleep, tmp_path).problems)
     assert not report.problems and report.notes[0].startswith("programs.judge: not started here, so no reward function")
     assert "no judge here" in "".join(look(told, tmp_path, programs=True).problems)
 
@@ -153,6 +157,35 @@ def test_one_that_does_not_sleep_is_told_before_anything_begins(tmp_path: Path, 
         pass  # where nobody takes turns nobody has it sleep
     with pytest.raises(ConfigError, match=r"programs.judge.sleep: http.*/sleep answers 501 .*VLLM_SERVER_DEV_MODE"):  # noqa: SIM117
         with started(colocated(1, judge={**judge, **sleeps}), tmp_path / "run", said):
+            pass
+
+
+def test_a_start_is_interrupted_while_one_does_not_fall_asleep(
+    tmp_path: Path, said: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that answers the first time, and never again; and one that says why it cannot."""
+    monkeypatch.chdir(tmp_path)
+    slow = SLEEPER.replace(
+        "self.answer(500 if", "self.path == '/sleep' and asked and time.sleep(60); self.answer(500 if"
+    )
+    (tmp_path / "sleeper.py").write_text(slow.replace("import http", "import time, http"))
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    judge = {
+        "command": f"python sleeper.py {port}", "ready": f"{url}/", "sleep": f"{url}/sleep", "wake": f"{url}/wake_up"
+    }  # fmt: skip
+    told: list[float] = []
+
+    def interrupt() -> None:
+        told.append(time.monotonic())
+        if told[-1] - told[0] > 0.5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), started(colocated(1, judge=judge), tmp_path, said) as programs:
+        programs.rest(tmp_path, interrupt)
+    assert time.monotonic() - told[-1] < 8 and not programs.children[0].alive
+    (tmp_path / "sleeper.py").write_text(SLEEPER.replace("len(asked) == 3", "len(asked) == 1"))
+    with pytest.raises(ConfigError, match=r"programs.judge.wake: .* answers 500 .*; its last words: /wake_up;"):  # noqa: SIM117
+        with started(colocated(1, judge=judge), tmp_path, said):
             pass
 
 
@@ -186,7 +219,7 @@ def test_one_that_does_not_wake_is_started_again(
     trainer.take()
     with started(colocated(1, judge=judge), tmp_path, said) as programs:
         log = tmp_path / "logs" / "program-judge.stderr"
-        programs.rest(tmp_path)
+        assert programs.rest(tmp_path, lambda: None) is None
         assert log.read_text().split() == ["/sleep", "/wake_up", "/sleep"]
         time.sleep(0.5)
         trainer.give()
@@ -250,7 +283,8 @@ def test_their_gpus_are_theirs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"command": "x", "ready": "http://127.0.0.1:99999"}, "cannot be asked"),
         ({"command": "x", "sleep": "http://127.0.0.1:80/sleep"}, "sleep and no wake: one that sleeps has to wake"),
         ({"command": "x", **SLEEPS, "wake": "tcp://127.0.0.1:80"}, "cannot be posted to; give e.g. http://"),
-        ({"command": "play RUN", **SLEEPS}, "never sleeps; leave sleep and wake out"),
+        ({"command": "x", **SLEEPS, "ready": None}, "sleep and no ready: it says when"),
+        ({"command": "play RUN", **SLEEPS, "ready": None}, "never sleeps; leave sleep and wake out"),
         ({"command": "play RUN", "ready": "tcp://127.0.0.1:80"}, r"told of the run \(RUN\) is started behind all else"),
     ],
 )

@@ -38,7 +38,9 @@ trainer: {steps: 2}
 """
 ROWS = '{"question": "1+1=", "answer": "2"}\n{"question": "2+3=", "answer": "5"}\n'
 SHOWN = "{type: custom, function: 'mine:seen', pictures: true}"
-SLEEPER = "{judge: {command: 'sleep 60', sleep: 'http://127.0.0.1:9/sleep', wake: 'http://127.0.0.1:9/wake'}}"
+SLEEPER = (
+    "{judge: {command: sleep 60, ready: 'tcp://127.0.0.1:9', sleep: 'http://127.0.0.1:9', wake: 'http://127.0.0.1:9'}}"
+)
 TALK = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 MODULE = '''
 """Functions of a user's own, most of them wrong."""
@@ -483,8 +485,12 @@ MISTAKES = [
                                              "run.elsewhere=[trainer]", "broker.bind=tcp://127.0.0.0/8:0"]),
     m("a program that loads longer than a turn", "programs.judge.ready_s=600 must be less than run.turn_s=300: while",
       overrides=["run.placement=colocated", f"programs={SLEEPER}", "run.turn_s=300"]),
+    m("a call of a program that sleeps, longer than a turn", "reward.functions.0.timeout_s=1200 must be less than",
+      "run.turn_s=900: before a program (judge) is put to sleep",
+      overrides=["run.placement=colocated", f"programs={SLEEPER}", "reward.functions.0.function=mine:good",
+                 "reward.functions.0.timeout_s=1200"]),
     m("a program that sleeps, laid out by auto", "programs.judge.sleep: run.placement=auto does not lay out programs",
-      "plan FILE --gpus", overrides=["run.placement=auto", f"programs={SLEEPER}"]),
+      "plan FILE run.placement=colocated --gpus", overrides=["run.placement=auto", f"programs={SLEEPER}"]),
     m("machines that do not reach each other", "weights.host=127.0.0.1: the machines of trainer.nodes do not reach",
       overrides=["trainer.ranks=2", "trainer.nodes=2", "run.elsewhere=[trainer]",
                  "broker.bind=tcp://0.0.0.0:0", "broker.advertise=tcp://127.0.0.1:5555"]),

@@ -273,6 +273,16 @@ def test_of_fast_calls_a_worker_has_several_ready() -> None:
     pool.close()
 
 
+def test_where_calls_may_be_held_a_worker_has_one_alone() -> None:
+    """Or it would go through many that are ready before the last one that is under way is done."""
+    pool = WorkerPool(FunctionConfig(function=f"{HERE}:constant").program("reward.functions.0"), 1, 512, ahead=False)
+    last, most = [pool.submit(Call(offered("a"))) for _ in range(2000)][-1], 0
+    while not last.done():
+        most = max(most, pool.under_way)
+    assert most == 1
+    pool.close()
+
+
 def test_the_workers_of_all_functions_load_them_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_to_load.py").write_text(
         "import os, time\nfrom pathlib import Path\n\n"

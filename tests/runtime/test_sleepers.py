@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from penstock.services.runtime.sleepers import Answers, Caller, NoCalls
+from penstock.services.runtime.sleepers import Admission, Caller, NoCalls
 from tests.e2e.test_join import until
 
 PROGRAM = """
@@ -54,11 +54,11 @@ def test_no_call_is_under_way_while_a_program_sleeps(tmp_path: Path) -> None:
             time.sleep(0.001)
 
     def keep(number: int) -> int:
-        answers, slept, begun = Answers(tmp_path, ("one", "two")[number]), 0, time.monotonic()
+        admission, slept, begun = Admission(tmp_path, ("one", "two")[number]), 0, time.monotonic()
         while time.monotonic() < begun + 4:
-            answers.begin()
+            admission.open()
             time.sleep(0.03 + 0.02 * number)
-            answers.end()
+            admission.close()
             asleep[number] = True
             for _ in range(5):
                 wrong.extend(each for each in calls if each.under_way)
@@ -81,14 +81,14 @@ def test_no_call_is_under_way_while_a_program_sleeps(tmp_path: Path) -> None:
 
 def test_who_dies_with_calls_under_way_keeps_nobody_awake(tmp_path: Path) -> None:
     """And who may not begin yet holds up nobody."""
-    answers, idle = Answers(tmp_path, "judge"), Caller(tmp_path, ("judge",), "reward-0", NoCalls())
+    admission, idle = Admission(tmp_path, "judge"), Caller(tmp_path, ("judge",), "reward-0", NoCalls())
     assert not idle.poll()
-    answers.begin()
+    admission.open()
     child = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert child.stdout and child.stdout.readline() == "calls\n"
     until(idle.poll, "the other caller")
     ended = threading.Event()
-    threading.Thread(target=lambda: (answers.end(), ended.set()), daemon=True).start()
+    threading.Thread(target=lambda: (admission.close(), ended.set()), daemon=True).start()
     until(lambda: not idle.poll(), "that it sees it")
     assert not ended.wait(0.3), "the other has not said that its calls are over"
     child.kill()
@@ -96,5 +96,5 @@ def test_who_dies_with_calls_under_way_keeps_nobody_awake(tmp_path: Path) -> Non
     child.wait()
     time.sleep(0.02)
     assert not idle.poll()
-    answers.begin()
+    admission.open()
     until(idle.poll, "that it is called again")
