@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from penstock.pipeline.config import load
+from penstock.pipeline.run.summary import steps_of
 from penstock.services.broker.archive import open_group, read
 from penstock.services.learning.batch import open_batch
 from penstock.services.modeling.load import load_model
@@ -145,19 +146,42 @@ def test_versions_go_straight_into_tensor_parallel_workers(tmp_path: Path, monke
     assert check_versions(run.folder, 15) > 0
 
 
-@pytest.mark.slow
-def test_a_teacher_behind_vllms_own_server_says_what_it_would_say_here(tmp_path: Path) -> None:
-    """Which the run starts itself."""
-    (tmp_path / "first").mkdir()
-    first = Run(tmp_path / "first", [*SHORT, "trainer.steps=1", "prompts.eval_every=0"])
+def served(folder: Path, name: str, **env: str) -> tuple[Path, dict[str, Any], str]:
+    """A tiny model that another run has made, the program that serves it as ``name``, and where."""
+    (folder / "first").mkdir()
+    first = Run(folder / "first", [*SHORT, "trainer.steps=1", "prompts.eval_every=0"])
     check_promises(first.wait())
     model, port = first.folder / "model", free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    command += ["--served-model-name", "wise", "--skip-tokenizer-init", "--dtype", "float32", "--max-model-len", "128"]
+    command += ["--served-model-name", name, "--skip-tokenizer-init", "--dtype", "float32", "--max-model-len", "128"]
     command += ["--enforce-eager", "--kv-cache-memory-bytes", "67108864"]
-    server = {"command": command, "ready": f"http://127.0.0.1:{port}/health"}
-    server["env"] = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    options = {"url": f"http://127.0.0.1:{port}/v1", "model": "wise", "top_k": 4}
+    server: dict[str, Any] = {"command": command, "ready": f"http://127.0.0.1:{port}/health"}
+    server["env"] = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **env}
+    return model, server, f"http://127.0.0.1:{port}"
+
+
+@pytest.mark.slow
+def test_a_server_that_the_run_starts_generates(tmp_path: Path) -> None:
+    """Over HTTP: it loads each version, and is what the trainer's numbers are compared with."""
+    _, server, url = served(tmp_path, "default", VLLM_SERVER_DEV_MODE="1")
+    options = {"url": url, "folder": str(tmp_path / "versions"), "max_sequences": 32, "max_length": 64}
+    engine = {"type": "plugin", "name": "openai", "options": options}
+    run = Run(
+        tmp_path,
+        [*SHORT, f"programs={json.dumps({'engine': server})}", f"rollout.engine={json.dumps(engine)}"],
+    )
+    summary = run.wait()
+    check_promises(summary)
+    assert summary["steps"] == 6 and summary["restarts"] == 0 and "eval_after" in summary
+    rows = steps_of(run.folder)
+    assert max(row["mismatch_max"] for row in rows) < CLOSE and rows[-1]["version"] > 0
+
+
+@pytest.mark.slow
+def test_a_teacher_behind_vllms_own_server_says_what_it_would_say_here(tmp_path: Path) -> None:
+    """Which the run starts itself."""
+    model, server, url = served(tmp_path, "wise")
+    options = {"url": f"{url}/v1", "model": "wise", "top_k": 4}
     wise = {"scorer": "served_teacher", "columns": {"wise": "token"}, "options": options}
     run = Run(
         tmp_path,
