@@ -109,10 +109,12 @@ class Keeper:
 
     def _lacks(self) -> str:
         """Why it is not ready, after `ready_s`; empty: it is. Of one that has died its supervisor starts another."""
-        self._child.held = self._is_known()
-        deadline = time.monotonic() + self._program.ready_s
+        again, deadline = not self._is_known(), time.monotonic() + self._program.ready_s
+        self._child.held = not again
         try:
             while (why := self._looked_at()) and time.monotonic() < deadline and self._goes_on():
+                if not again and not self._child.alive:
+                    break
                 time.sleep(ASK_S)
             return why
         finally:
