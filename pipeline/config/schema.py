@@ -78,8 +78,8 @@ class RunConfig(Section):
     placement: Literal["as_given", "colocated", "auto"] = "as_given"
     """Who gets which GPUs: ``as_given``, each process its own, as `trainer.ranks`, `rollout.count` and so on say;
     ``colocated``: rollouts, reference, critic and programs that sleep are on the trainer's, and take turns with it;
-    ``auto``: `penstock run`
-    takes the fastest layout on paper that fits the GPUs of this machine, and says why. See docs/memory.md."""
+    ``auto``: `penstock run` takes the fastest layout on paper that fits the GPUs of this machine, and says why. See
+    docs/memory.md."""
     turn_s: float = Field(900.0, gt=0)
     """With `placement`: colocated, so many seconds may pass until rollouts and all others sleep and trainer, or critic,
     can begin; then it ends with an error, and is started again. For each other these two wait however long it takes."""

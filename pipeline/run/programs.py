@@ -66,9 +66,9 @@ class Programs:
                     "there: end that, or take another port"
                 )
         first = {name: program for name, program in self._configs.items() if not program.of_run}
-        self._begin({name: program for name, program in first.items() if name not in self._sleepers}, console)
+        self._start_all({name: program for name, program in first.items() if name not in self._sleepers}, console)
         for name, program in self._sleepers.items():  # they may share a GPU, whose free memory they measure
-            self._begin({name: program}, console)
+            self._start_all({name: program}, console)
             with console.status(f"putting programs.{name} to sleep, and waking it …"):
                 self._try_to_sleep(name, program)
 
@@ -105,7 +105,7 @@ class Programs:
         for keeper in self._keepers:
             keeper.join()
 
-    def _begin(self, programs: Mapping[str, ProgramConfig], console: Console) -> None:
+    def _start_all(self, programs: Mapping[str, ProgramConfig], console: Console) -> None:
         """Starts these, and returns once they are ready."""
         for name, program in programs.items():
             self._start(name, program, program.words)
