@@ -28,6 +28,11 @@ def look_at_rows(config: Config, key: str, rows: Sequence[Prompt], report: Repor
                 f"{key}: its rows have an answer that their own is preferred to (rejected_key), which counts where the "
                 "run trains on such pairs (trainer.algorithm.preset=dpo): the loss is of their own answers alone"
             )
+        if key != TRAIN and not paired and config.rollout.given.rejected:
+            report.notes.append(
+                f"{key}: the run trains on pairs, and these rows bring no rejected answer: their loss is the mean of "
+                f"-log p of their answers, and not DPO's; name its column as {key}.rejected_key"
+            )
     elif rows and all(prompt.truth is None and prompt.answer is not None for prompt in rows):
         report.notes.append(
             f"{key}: its rows have an answer and no truth: an answer is learned as it is where rollout.given.answers "

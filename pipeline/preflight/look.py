@@ -75,5 +75,5 @@ def look(config: Config, folder: Path, programs: bool = False, lacking: str = ""
 
 def _untried(config: Config) -> Config:
     """Its reward functions are loaded, and not called."""
-    functions = tuple(each.model_copy(update={"trial": False}) for each in config.reward.functions)
+    functions = [each.model_copy(update={"trial": False}) for each in config.reward.functions]
     return config.model_copy(update={"reward": config.reward.model_copy(update={"functions": functions})})

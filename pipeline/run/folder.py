@@ -108,7 +108,8 @@ def begin(config: Config, folder: Path, origin: Origin) -> list[str]:
     copied = _settle(config, folder)
     began = read_origin(folder)
     if began and Path(origin.file) == own.resolve():  # its own copy says nothing of where it is from
-        origin = replace(origin, file=began.file, started_in=began.started_in)
+        before_auto = origin.before_auto or began.before_auto
+        origin = replace(began.with_overrides([*origin.overrides]), before_auto=before_auto)
     write_origin(folder, origin)
     write_whole(own, dump(config))
     run_name(folder)  # now, before the folder can be moved

@@ -492,3 +492,13 @@ def test_data_may_be_elsewhere_once_its_files_are_gone(tmp_path: Path, named: st
     rows.unlink()
     config, _, changed = resumed(run, None, given)
     assert len(changed) == 2 and list(config.prompts.train.files) == [str(moved)]  # type: ignore[union-attr]
+
+
+def test_a_folder_that_is_prepared_from_its_own_config_keeps_where_that_is_from(tmp_path: Path) -> None:
+    """As a run of a tiny model does with its folder, before it begins."""
+    folder, file = tmp_path / "run", tmp_path / "mine.yaml"
+    folder.mkdir()
+    config = load(Path("configs/quickstart.yaml"), ["trainer.steps=60"])
+    begin(config, folder, Origin(str(file), ("trainer.steps=60", "gate.max_lag=1"), "/elsewhere", ("rollout.count=2",)))
+    begin(config, folder, Origin(str((folder / "config.yaml").resolve()), ("gate.max_lag=3",)))
+    assert read(folder) == Origin(str(file), ("trainer.steps=60", "gate.max_lag=3"), "/elsewhere", ("rollout.count=2",))
