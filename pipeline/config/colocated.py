@@ -12,7 +12,7 @@ def _check_calls(config: Any) -> None:
     functions = [(f"reward.functions.{index}", each) for index, each in enumerate(config.reward.functions)]
     most = [(f"{key}.timeout_s", each.call_s) for key, each in functions if each.may_ask]
     for kind, scorer in config.scorers.items():
-        name, seconds = scorer.call_s
+        name, seconds = scorer.bound
         most += [(f"scorers.{kind}.{name}", seconds)] * scorer.may_ask
     for key, seconds in most:
         if seconds >= config.run.turn_s:

@@ -227,8 +227,8 @@ def _evaluation(state: dict[str, Any]) -> str:
 def _held_out_loss(state: dict[str, Any]) -> str:
     """The newest, on each set."""
     step, sets = list(state["eval_losses"].items())[-1]
-    pairs = {name: found["preferred_likelier"] for name, found in state["eval_pairs"].get(step, {}).items()}
-    right = {name: f" ({100 * share:.0f} % of pairs the right way)" for name, share in pairs.items()}
+    pairs = state["eval_pairs"].get(step, {}).items()
+    right = {name: f" ({100 * found['preferred_likelier']:.0f} % of pairs the right way)" for name, found in pairs}
     return f"after step {step}: " + ", ".join(f"{name} {loss:.4f}{right.get(name, '')}" for name, loss in sets.items())
 
 

@@ -23,16 +23,8 @@ def look_at_rows(config: Config, key: str, rows: Sequence[Prompt], report: Repor
         report.given[key] = list(rows)
         paired = _paired(config, key, rows)
         _add(key, [_lacks(key, prompt, paired) for prompt in rows], report, paired)
-        if key != TRAIN and not paired and _some_rejected(rows):
-            report.notes.append(
-                f"{key}: its rows have an answer that their own is preferred to (rejected_key), which counts where the "
-                "run trains on such pairs (trainer.algorithm.preset=dpo): the loss is of their own answers alone"
-            )
-        if key != TRAIN and not paired and config.rollout.given.rejected:
-            report.notes.append(
-                f"{key}: the run trains on pairs, and these rows bring no rejected answer: their loss is the mean of "
-                f"-log p of their answers, and not DPO's; name its column as {key}.rejected_key"
-            )
+        if key != TRAIN and not paired:
+            _add_unpaired(config, key, rows, report)
     elif rows and all(prompt.truth is None and prompt.answer is not None for prompt in rows):
         report.notes.append(
             f"{key}: its rows have an answer and no truth: an answer is learned as it is where rollout.given.answers "
@@ -64,6 +56,20 @@ def look_at_tokens(config: Config, tokenizer: Tokenizer, positions: int | None, 
 def _paired(config: Config, key: str, rows: Sequence[Prompt]) -> bool:
     """Each of the ``rows`` at ``key`` gives an answer, and one that it is preferred to."""
     return config.rollout.given.rejected > 0 and (key == TRAIN or _some_rejected(rows))
+
+
+def _add_unpaired(config: Config, key: str, rows: Sequence[Prompt], report: Report) -> None:
+    """Adds to ``report`` where held-out ``rows`` bring pairs in a run that is not on such, or the other way round."""
+    if _some_rejected(rows):
+        report.notes.append(
+            f"{key}: its rows have an answer that their own is preferred to (rejected_key), which counts where the "
+            "run trains on such pairs (trainer.algorithm.preset=dpo): the loss is of their own answers alone"
+        )
+    elif config.rollout.given.rejected:
+        report.notes.append(
+            f"{key}: the run trains on pairs, and these rows bring no rejected answer: their loss is the mean of "
+            f"-log p of their answers, and not DPO's; name its column as {key}.rejected_key"
+        )
 
 
 def _some_rejected(rows: Sequence[Prompt]) -> bool:

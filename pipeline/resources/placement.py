@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import cycle, islice
 
 from penstock.pipeline.config import Config, ConfigError
@@ -121,8 +121,7 @@ def beds(config: Config, gpus: list[str]) -> dict[str, list[str]]:
             f"programs.{none}.gpus=0: with sleep it is on the trainer's devices (run.placement=colocated), which are "
             "GPUs; set it to 1, or leave sleep and wake out"
         )
-    specs = registry.actors(config)
-    taken = sum(specs[kind].count(config) * specs[kind].gpus(config) for kind in guests_beside_rollouts(config))
+    taken = _seats(config, guests_beside_rollouts(config))
     seats = islice(cycle(reversed(shared)), taken % max(1, len(shared)), None)
     return {name: list(islice(seats, program.gpus)) for name, program in config.sleepers.items()}
 
@@ -130,14 +129,18 @@ def beds(config: Config, gpus: list[str]) -> dict[str, list[str]]:
 def seats_of(config: Config, kind: str, number: int) -> list[int]:
     """Which of the trainer's GPUs, by their places, the guest ``number`` of this ``kind``, not a rollout, has among
     those of one machine: as `seated` deals them."""
-    specs, ranks, before = registry.actors(config), config.trainer.ranks, 0
-    for each in guests_beside_rollouts(config):
-        gpus = specs[each].gpus(config)
-        if each == kind:
-            first = before + number * gpus
-            return [ranks - 1 - seat % ranks for seat in range(first, first + gpus)]
-        before += specs[each].count(config) * gpus
-    return []
+    others, ranks = guests_beside_rollouts(config), config.trainer.ranks
+    if kind not in others:
+        return []
+    gpus = registry.actors(config)[kind].gpus(config)
+    first = _seats(config, others[: others.index(kind)]) + number * gpus
+    return [ranks - 1 - seat % ranks for seat in range(first, first + gpus)]
+
+
+def _seats(config: Config, kinds: Iterable[str]) -> int:
+    """How many all guests of these ``kinds`` have together."""
+    specs = registry.actors(config)
+    return sum(specs[kind].count(config) * specs[kind].gpus(config) for kind in kinds)
 
 
 def joining_guests(config: Config) -> dict[str, int]:

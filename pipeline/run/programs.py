@@ -75,10 +75,10 @@ class Programs:
     def rest(self, run: Path, wait: Callable[[], None]) -> str | None:
         """The run in the folder ``run`` begins: those that sleep do, until its learners let them wake; ``wait`` is
         called meanwhile. Returns an error where one cannot go on."""
-        children, error = {child.name: child for child in self.children}, None
+        error = None
         for name, program in self._sleepers.items():
             gpus = [each for each in self._gpus.get(name, "").split(",") if each]
-            self._keepers.append(Keeper(name, program, children[_called(name)], run, gpus))
+            self._keepers.append(Keeper(name, program, self._child(name), run, gpus))
         while not error and not all(keeper.slept for keeper in self._keepers):
             wait()
             error = self.poll()
@@ -120,14 +120,17 @@ class Programs:
         command, log = guarded(words, [*os.environ, *env]), self._logs / f"program-{name}.stderr"
         self._supervisor.start(_called(name), command, log, env, foreign=True, folder=folder_of(words))
 
+    def _child(self, name: str) -> Child:
+        """The process of the program of that name."""
+        return next(child for child in self.children if child.name == _called(name))
+
     def _try_to_sleep(self, name: str, program: ProgramConfig) -> None:
         """Once there and back, before anything is begun that would need it. Raises `ConfigError`."""
         for key, url in (("sleep", program.sleep or ""), ("wake", program.wake or "")):
             if why := refuses(url, program.ready_s):
-                child = next(child for child in self.children if child.name == _called(name))
                 raise ConfigError(
                     f"programs.{name}.{key}: {url} {why}; vLLM has it with --enable-sleep-mode and env: "
-                    f'{{VLLM_SERVER_DEV_MODE: "1"}}, and SGLang with --enable-memory-saver; {_last(child)}'
+                    f'{{VLLM_SERVER_DEV_MODE: "1"}}, and SGLang with --enable-memory-saver; {_last(self._child(name))}'
                 )
         self._wait_for({_called(name): program}, "")
 

@@ -115,8 +115,8 @@ class ScorerConfig(Section):
         return self.scorer == SERVED or not self.built_in
 
     @property
-    def call_s(self) -> tuple[str, float]:
-        """Seconds that one that asks a program may take for it, and their key."""
+    def bound(self) -> tuple[str, float]:
+        """The key of what bounds a call of one that asks a program, and its seconds."""
         if self.scorer != SERVED:
             return "timeout_s", self.timeout_s
         given = self.options.get("seconds", SERVED_S)

@@ -26,7 +26,7 @@ class WorkerPool:
         count = 1 if first.worker.asynchronous else workers
         self._queues = [
             first,
-            *(WorkerQueue(program, limit, first.shared, None, first.pace, ahead) for _ in range(count - 1)),
+            *(WorkerQueue(program, limit, first.shared, pace=first.pace, ahead=ahead) for _ in range(count - 1)),
         ]
         self._open = 0
         self._lock = threading.Lock()
